@@ -150,7 +150,7 @@ def test_a_folder_that_was_removed_has_no_file_of_a_project(tmp_path: Path) -> N
 )
 def test_a_number_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch, key: str, text: str) -> None:
     monkeypatch.setenv(f"UCP_{key.upper()}", text)
-    with pytest.raises(UsageError, match=f"the setting {key} cannot be used"):
+    with pytest.raises(UsageError, match=f"the setting {key} is invalid"):
         load_settings()
     monkeypatch.setenv(f"UCP_{key.upper()}", "7")
     assert getattr(load_settings(), key) == 7
@@ -276,10 +276,10 @@ def test_a_project_cannot_say_where_secrets_go(
 def test_what_is_no_file_is_an_error_and_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "config" / "ucformat").mkdir(parents=True)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="cannot be read: it is no file"):
+    with pytest.raises(UsageError, match="cannot be read: not a regular file"):
         _opened(tmp_path / "pipe")
     file = project(tmp_path, "#" * (1 << 20) + "#")
-    with pytest.raises(UsageError, match="cannot be read: it is no file"):
+    with pytest.raises(UsageError, match="cannot be read: not a regular file"):
         load_settings()
     assert file.is_file()
 

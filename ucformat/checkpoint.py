@@ -1,4 +1,4 @@
-"""The face of every checkpoint, foreign or universal: names, lazy tensors, plans."""
+"""The common interface of checkpoints, foreign and universal: names, lazy tensors, plans."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def open_checkpoint(
 
     Args:
         place: a path or url of a universal checkpoint, or of one that a known engine wrote.
-        roots: gives the places in which a virtual checkpoint's files may lie, when it has to be known.
-        options: what the files of a foreign checkpoint do not say; each kind has its own (docs/sources).
+        roots: returns the places that may hold a virtual checkpoint's files; called only if they are needed.
+        options: facts that the files of a foreign checkpoint lack; each kind has its own (docs/sources).
 
     Raises:
-        NotFound: there is nothing at that place.
-        NotACheckpoint: what is there is not a checkpoint, or not a committed one.
+        NotFound: the place does not exist, or is empty.
+        NotACheckpoint: the place holds no checkpoint, or no committed one.
     """
     store = WatchedStore(open_store(place) if isinstance(place, str | PathLike) else place)
     if not exists(store, MANIFEST):
@@ -73,14 +73,14 @@ def open_checkpoint(
                 if isinstance(place, str | PathLike) and (source := _open_file(place, options)) is not None:
                     return Checkpoint(source)
                 raise missing
-            from ucformat.sources import open_source  # as much code as all the rest, and none of it for our own
+            from ucformat.sources import open_source  # slow to import, and not needed for universal checkpoints
 
             source = open_source(seen, options=options)
         if source is None:
             if exists(store, TOMBSTONE):
                 raise NotACheckpoint(
-                    f"the checkpoint at {store.url} was deleted, and is not yet removed as a whole",
-                    hint=f"`ucp gc {store.url} --apply` ends that",
+                    f"the checkpoint at {store.url} was deleted, and is not yet completely removed",
+                    hint=f"`ucp gc {store.url} --apply` completes that",
                 )
             raise NotACheckpoint(
                 f"{store.url} holds no checkpoint that ucformat knows",
@@ -90,7 +90,7 @@ def open_checkpoint(
         return Checkpoint(source)
     if options:
         raise UsageError(
-            f"{store.url} is a universal checkpoint: it says all itself, and takes no options",
+            f"{store.url} is a universal checkpoint, which takes no options",
             hint=f"leave out {', '.join(options)}",
         )
     return Checkpoint(Universal(store, roots))
@@ -103,7 +103,7 @@ def _known() -> str:
 
 
 def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) -> OpenSource | None:
-    """The checkpoint that is one file; None where there is no such file."""
+    """A checkpoint that is a single file; None if there is no such file."""
     folder, _, name = fspath(place).rpartition("/")
     if not name or folder.lower() in ("file:", "file:/"):  # of a url nothing but the scheme
         return None
@@ -118,7 +118,7 @@ def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) ->
     if source is None:
         raise NotACheckpoint(
             f"{store.url}/{name} is a file, and no checkpoint that ucformat knows",
-            hint=f"open the folder that it lies in; foreign checkpoints that can be read: {_known()}",
+            hint=f"open its folder; foreign checkpoints that can be read: {_known()}",
         )
     return source
 
@@ -134,23 +134,23 @@ class Checkpoint(Mapping[str, "Tensor"]):
             from ucformat.views.viewed import Viewed
 
             source = Viewed(source, ())
-        self.source = source  # how it is read: for the rooms above, not for users
+        self.source = source  # for other modules of ucformat, not for users
         origin = source
         while (view := _view(origin)) is not None:
             origin = view.base
-        self.origin = origin  # what it is a view of, and is one of the next two
+        self.origin = origin  # the checkpoint under all views: one of the next two
         self.universal = origin if isinstance(origin, Universal) else None
         self.foreign = None if self.universal else cast("OpenSource", origin)
         self.viewed = _view(source)
         self._infos: dict[Key, TensorInfo] = {info.key: info for info in source.metadata.tensor_list.tensors}
         self._states: dict[str, list[str]] = {}
-        self._bound: tuple[Layout, Any, Readable, Bound] | None = None  # the last: ranks are planned in turn
+        self._bound: tuple[Layout, Any, Readable, Bound] | None = None  # the last one, since ranks are planned in turn
         for key in self._infos:
             self._states.setdefault(key.name, []).append(key.state)
 
     @property
     def url(self) -> str:
-        """Where it lies."""
+        """The url of its store."""
         return self.source.store.url
 
     @property
@@ -162,9 +162,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def id(self) -> str:
         """The id: of a universal checkpoint the manifest's, of a foreign one a digest of its content.
 
-        The latter is made of what the writer called the save, if that is unique; else of the checksums in its files,
-        wherever these lie; where the writer made none, or not of all, of the place, and the files' sizes and times. Of
-        a view it is a digest of the checkpoint's and the steps.
+        The latter is computed from the writer's unique id of the save, if it has one; else from the checksums in its
+        files, independent of the place; if not all files have checksums, from the place and the files' sizes and times.
+        The id of a view is a digest of the checkpoint's id and the steps.
         """
         if self.viewed is not None and self.viewed.steps:
             steps = [step.model_dump(by_alias=True) for _, step in self.viewed.steps]
@@ -182,17 +182,17 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @property
     def store(self) -> Store:
-        """The store it is read from."""
+        """The store that it is read from."""
         return self.source.store
 
     @property
     def kind(self) -> str:
-        """Who wrote it: `ucformat`, `deepspeed`, …."""
+        """The writer: `ucformat`, `deepspeed`, …."""
         return self.source.kind
 
     @property
     def metadata(self) -> CheckpointMetadata:
-        """What it says of itself: tensor list, optimizer groups, step, source layout, engine."""
+        """The metadata: tensor list, optimizer groups, step, source layout, engine."""
         return self.source.metadata
 
     def names(self) -> list[str]:
@@ -209,7 +209,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @property
     def tensors(self) -> Mapping[Key, TensorInfo]:
-        """What is known of each stored tensor, by (name, state)."""
+        """Dtype and shape of each stored tensor, by (name, state)."""
         return MappingProxyType(self._infos)
 
     @property
@@ -224,7 +224,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @cached_property
     def assets(self) -> Mapping[str, bytes]:
-        """Files kept as they are, read when asked for."""
+        """Files that are kept unchanged, read on access."""
         if self.universal:
             docs, read = self.universal.manifest.assets, self.universal.read_file
             return _Lazy({name: lambda d=doc: read(d) for name, doc in docs.items()})
@@ -233,7 +233,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @cached_property
     def training_info(self) -> TrainingInfo:
-        """The configuration, metrics and run that the checkpoint tells; of a universal one, its manifest's."""
+        """The configuration, metrics and run in the checkpoint's files; of a universal one, in its manifest."""
         from ucformat.sources.configuration import ASSETS, TrainingInfo, read_training_info
 
         if self.universal:
@@ -248,11 +248,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
             return TrainingInfo()
 
     def _document(self, name: str) -> Any:
-        """A JSON file beside the tensors; one that is none tells nothing, and is no reason not to open the rest."""
+        """A JSON file beside the tensors; None with a warning if it is invalid."""
         try:
             return json.loads(self.assets[name])
         except (ValueError, RecursionError) as error:
-            _log.warning("%s/%s is no JSON (%s): it is not in the configuration", self.url, name, error)
+            _log.warning("%s/%s is not valid JSON (%s), and is left out of the configuration", self.url, name, error)
             return None
 
     @cached_property
@@ -264,15 +264,15 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return describe(self.metadata, training.run, training.metrics, training.config)
 
     def files(self) -> list[Info]:
-        """The files of a foreign checkpoint as they are now; where its run was opened, those of the tag folder."""
+        """The current files of a foreign checkpoint; if its run was opened, those of the tag folder."""
         folder = self.metadata.folder
-        # the shards of an index lie beside it
+        # the shards of an index file are beside it
         below = f"{folder}/" if folder and folder not in self.metadata.files else ""
         return [self.store.info(f) for f in self.metadata.files if f.startswith(below)]
 
     @property
     def zarr_url(self) -> str | None:
-        """The Zarr v3 group that any Zarr reader opens; None of a foreign checkpoint."""
+        """The url of the Zarr v3 group with the arrays; None for a foreign checkpoint or a view."""
         return f"{self.url}/data/{self.manifest.attempt}" if self.universal and not self.viewed else None
 
     def _stored(self, name: str) -> str:
@@ -288,8 +288,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if state is None:
             state = next((s for s in ("weight", "master") if s in states), None)
         if state not in states:
-            said = f"{self.url} has no {name!r} in state {state or 'weight or master'!r}"
-            raise TensorNotFound(said, hint=f"it is stored in: {', '.join(states)}")
+            message = f"{self.url} has no {name!r} in state {state or 'weight or master'!r}"
+            raise TensorNotFound(message, hint=f"it is stored in: {', '.join(states)}")
         from ucformat.reading.lazy import Tensor
 
         return Tensor(self._infos[Key(stored, state)], self.source)
@@ -315,13 +315,14 @@ class Checkpoint(Mapping[str, "Tensor"]):
         *,
         verify: Verify = "whole",
     ) -> ReadPlan:
-        """What `rank` of `layout` will read of these states (None: of all); reads no tensor bytes.
+        """Plan the reads of one rank of a layout; reads no tensor bytes.
 
         Args:
-            layout: where each tensor lies on each rank; where it has a view, of the tensors seen through that.
+            layout: the placement of each tensor on each rank; if it has a view, of the tensors of the view.
             rank: the rank in the layout's mesh.
-            states: one of `weight`, `master`, `exp_avg`, …, or several.
-            verify: which checksums to check: of chunks that are read `whole`, `always` (reads whole chunks), `never`.
+            states: one of `weight`, `master`, `exp_avg`, …, or several (None: all).
+            verify: the checksums to verify: of chunks that are read `whole` (default), `always` (reads whole chunks) or
+                `never`.
         """
         from ucformat.reading.rank import Bound, plan_rank
 
@@ -339,7 +340,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
                 such a file, a layout, or the name of a preset.
 
         Raises:
-            LayoutError: a step cannot be done; it names the step and the tensor.
+            LayoutError: a step cannot be applied; the message names the step and the tensor.
         """
         from ucformat.views.document import expand, read_steps
         from ucformat.views.viewed import Viewed
@@ -350,7 +351,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @property
     def steps(self) -> tuple[Taken, ...]:
-        """Of a view: what each of its steps took and made."""
+        """The inputs and outputs of each step of a view; empty if this is none."""
         view = _view(self.source)
         return () if view is None else tuple(view.taken)
 
@@ -360,7 +361,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
 
 def _view(source: Readable) -> Viewed | None:
-    """What is read, where it is a view; told without importing views, which most commands do without."""
+    """The source if it is a view; does not import `views`, which most commands do not need."""
     return cast("Viewed", source) if getattr(source, "is_view", False) else None
 
 

@@ -1,4 +1,4 @@
-"""Files that people write, YAML or JSON: read without executing anything, and never half."""
+"""Configuration files, YAML or JSON: read without executing anything, and completely or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["line_of", "read_config_file"]
 
-_MAX_VALUES = 1_000_000  # values of a YAML file, an alias counted as all that it stands for
+_MAX_VALUES = 1_000_000  # values of a YAML file with its aliases expanded
 
 
 def read_config_file(path: Path, what: str, fault: type[UsageError] = UsageError) -> Any:
@@ -48,7 +48,7 @@ def read_config_file(path: Path, what: str, fault: type[UsageError] = UsageError
 
 
 def line_of(path: Path, place: str) -> int | None:
-    """The line of a place in a file, such as `rules[3].place[0].over`, or of what is nearest above it.
+    """The line of a value in a file, such as `rules[3].place[0].over`, or of its nearest existing parent.
 
     Args:
         path: the file.
@@ -67,12 +67,12 @@ def line_of(path: Path, place: str) -> int | None:
             below = next(((k.start_mark, v) for k, v in node.value if k.value == part), None)
         elif isinstance(node, yaml.SequenceNode) and part.isdecimal() and int(part) < len(node.value):
             below = (node.value[int(part)].start_mark, node.value[int(part)])
-        if below is not None:  # else it is the name of a variant, which is not in the file
+        if below is not None:  # else it is the name of a union variant, which is not in the file
             line, node = below[0].line + 1, below[1]
     return line
 
 
-@lru_cache(maxsize=1)  # each of many faults asks for the line of a place in the same file
+@lru_cache(maxsize=1)  # many faults need lines of the same file
 def _composed(text: str) -> yaml.Node | None:
     import yaml
 
@@ -93,15 +93,15 @@ def _yaml(path: Path, text: str, fault: type[UsageError]) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A safe loader to which a key given twice is an error: YAML would forget the first."""
+        """A safe loader that rejects duplicate keys: PyYAML ignores the first."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
             seen = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode):
                     if key.value in seen:
-                        what = f"{key.value!r} is given twice"
-                        raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+                        problem = f"{key.value!r} is given twice"
+                        raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                     seen.add(key.value)
             return super().construct_mapping(node, deep=deep)
 
@@ -119,19 +119,19 @@ def _yaml(path: Path, text: str, fault: type[UsageError]) -> Any:
     except RecursionError as e:
         raise fault(f"{path} is nested too deeply") from e
     except (ValueError, IndexError, KeyError, OverflowError, AttributeError, TypeError) as e:  # of a number or a date
-        raise fault(f"{path} holds a value that cannot be: {e}") from e
+        raise fault(f"{path} holds an invalid value: {e}") from e
 
 
 def _check_aliases(root: yaml.Node) -> None:
-    """An error where a few aliases stand for very many values, or one for itself."""
-    if _written_out(root) > _MAX_VALUES:
+    """Raise an error if aliases expand to too many values, or one contains itself."""
+    if _expanded_size(root) > _MAX_VALUES:
         from yaml.constructor import ConstructorError
 
-        raise ConstructorError(None, None, f"its aliases stand for more than {_MAX_VALUES:,} values", root.start_mark)
+        raise ConstructorError(None, None, f"its aliases expand to more than {_MAX_VALUES:,} values", root.start_mark)
 
 
-def _written_out(root: yaml.Node) -> float:
-    """The number of values in a document once each alias is written out; infinite where one stands for itself."""
+def _expanded_size(root: yaml.Node) -> float:
+    """The number of values in a document with its aliases expanded; infinite if one contains itself."""
     sizes: dict[int, float] = {}
     todo: list[tuple[yaml.Node, bool]] = [(root, False)]
     while todo:
@@ -140,7 +140,7 @@ def _written_out(root: yaml.Node) -> float:
         if done:
             sizes[id(node)] = 1 + sum(sizes[id(n)] for n in inner)
         elif id(node) not in sizes:
-            sizes[id(node)] = math.inf  # until it is known: who meets it meanwhile lies in it
+            sizes[id(node)] = math.inf  # until it is known: a node that refers to it meanwhile is inside of it
             todo.append((node, True))
             todo += [(n, False) for n in inner]
     return sizes[id(root)]

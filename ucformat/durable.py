@@ -1,4 +1,4 @@
-"""Folders whose names are durable: a power failure takes away the name of a file until its folder was synced."""
+"""Durable names: after a power failure a new file may have no name in its folder unless that was synced."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def sync_open_folder(fd: int) -> None:
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents, all of them durable.
 
-    Each is made when the one above it lasts: so of those that are there, only the last may not last yet, which somebody
-    made who was killed.
+    Each is made after the one above it is durable: so of the existing ones only the innermost may not be durable yet,
+    if its creator was killed.
 
     Args:
         folder: the folder.
@@ -55,7 +55,7 @@ def make_folder(folder: Path) -> None:
     while not folder.is_dir() and folder != folder.parent:
         missing.append(folder)
         folder = folder.parent
-    with suppress(PermissionError):  # a folder that we may not list is not where one of us made another
+    with suppress(PermissionError):  # without read permission, no ucformat process made a folder there
         sync_folder(folder.parent)
     for one in reversed(missing):
         one.mkdir(exist_ok=True)

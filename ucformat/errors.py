@@ -6,23 +6,23 @@
     │   ├── StateMismatch                        a training state that the checkpoint does not fit
     │   └── LayoutError                          a layout file or rule that cannot be applied
     │       ├── CoverageError                    a hole, or an overlap of unequal owners
-    │       └── AmbiguousLayout                  files that can be read in two ways, until told which
+    │       └── AmbiguousLayout                  files that can be read in two ways without an option
     ├── NotFound        LookupError       3      nothing is there
     │   ├── NotACheckpoint                       the place exists but holds no (committed) checkpoint
     │   └── TensorNotFound  KeyError             no such tensor or state in the checkpoint
-    ├── Conflict        FileExistsError   4      somebody else committed, or changed what was read
+    ├── Conflict        FileExistsError   4      another process committed, or changed what was read
     ├── IntegrityError                    5      bytes are missing, truncated or not what they should be
     │   ├── ChecksumError                        a stored checksum does not match the bytes
     │   ├── Inconsistent                         a manifest or sidecar that contradicts itself
     │   └── MissingData                          a file or part that must be there is not
-    ├── PermissionDenied PermissionError  6      the storage, the settings or the catalog's rules do not allow it
+    ├── PermissionDenied PermissionError  6      the storage, the settings or the catalog do not allow it
     │   └── UnsafeError                          it would run code, or leave the folder of the checkpoint
     ├── UnsupportedError                  6      a format, value or operation that is not supported here
-    ├── Uncertain                         1      no answer came: it may have been written, or not
+    ├── Uncertain                         1      no answer: it may or may not have been written
     └── UpgradeNeeded                     7      written by a newer ucformat
 
-Each carries `hint`, what to do next, which `str()` shows on a line of its own. What is damaged has one always. Secrets
-that this process knows are not in it (docs/security.md, rule 10).
+Each has a `hint`, what to do next, which `str()` shows on a line of its own; an IntegrityError always has one. Messages
+and hints do not contain the secrets that this process knows (docs/security.md, rule 10).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ __all__ = [
 
 
 class UcformatError(Exception):
-    """Root of all errors of ucformat; `exit_code` is what the command line exits with."""
+    """Base class of all errors of ucformat; `exit_code` is the exit status of the command line."""
 
     exit_code = 1
     usual_hint: str | None = None
@@ -73,7 +73,7 @@ class UcformatError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         self.message = hide(message)
         super().__init__(self.message)
-        self.args = (self.message,)  # what is also an OSError has set them already
+        self.args = (self.message,)  # subclasses of OSError have set them already
         self.hint = hide(hint) if hint else self.usual_hint
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class CoverageError(LayoutError):
 
 
 class AmbiguousLayout(LayoutError):
-    """Files that can be read in two ways; the hint shows how to say which is meant."""
+    """Files that can be read in two ways; the hint shows the option that selects one."""
 
 
 class NotFound(UcformatError, LookupError):
@@ -128,7 +128,7 @@ class TensorNotFound(NotFound, KeyError):
 
 
 class Conflict(UcformatError, FileExistsError):
-    """Somebody else committed there, or changed what was read."""
+    """Another process committed there, or changed what was read."""
 
     exit_code = 4
 
@@ -145,7 +145,7 @@ class ChecksumError(IntegrityError):
 
 
 class Inconsistent(IntegrityError):
-    """A manifest or a sidecar that contradicts itself; `problems` has all that is wrong with it."""
+    """A manifest or a sidecar that contradicts itself; `problems` lists all contradictions."""
 
     def __init__(self, message: str, *, hint: str | None = None, problems: tuple[object, ...] = ()) -> None:
         super().__init__(message, hint=hint)
@@ -176,7 +176,7 @@ class UnsupportedError(UcformatError):
 
 
 class Uncertain(UcformatError):
-    """No answer came for so long that it cannot be told whether it was written."""
+    """A write got no answer in time: it may or may not have been applied."""
 
 
 class UpgradeNeeded(UcformatError):
@@ -193,8 +193,8 @@ def _python(name: str, value: str, _text: str) -> str:
 _spellings: list[Spelling] = [_python]
 
 
-#: Of an option a value, as Python has it and as the command line takes it.
-_VALUES = {
+#: An example value of each option, in Python and on the command line.
+_EXAMPLES = {
     "layout": ("ucformat.Layout.load(file)", "FILE"),
     "groups": ("[[names of the first optimizer group, in order], …]", "FILE"),
     "owners": ("{'optim': 'model', …}", "FILE"),
@@ -204,15 +204,15 @@ _VALUES = {
 
 
 def option_text(name: str, value: str | None = None, text: str | None = None) -> str:
-    """How whoever gets an error can give a source this option, for its hint.
+    """The text for a hint that shows how to give an option of a source, in Python or on the command line.
 
     Args:
         name: the option's name.
-        value: its value as Python has it (default: an example).
-        text: its value as the command line takes it (default: an example, or as Python has it).
+        value: its value in Python (default: an example).
+        text: its value on the command line (default: an example, or the value in Python).
     """
-    usual = _VALUES.get(name, ("…", value or "…"))
-    return _spellings[-1](name, value or usual[0], text or usual[1])
+    example = _EXAMPLES.get(name, ("…", value or "…"))
+    return _spellings[-1](name, value or example[0], text or example[1])
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""Secrets are not shown: what this process knows to be one is left out of every error, log record and line of `ucp`.
+"""Redaction: secrets that this process knows do not appear in errors, log records or the output of `ucp`.
 
-A secret is known when it was given: in a url (`learn`), or in a variable of the environment whose name, or the url in
-which, says so. It is looked for as it is and as it is quoted in urls, JSON, Python and base64. What libraries say may
-hold others besides, which `redacted` leaves out by how they are written.
+A secret is known if it was registered (`learn`), or is in a variable of the environment that is named like a secret or
+contains a url with one. It is found literally and as quoted in urls, JSON, Python and base64. Messages of libraries may
+contain other secrets, which `redacted` recognises by their syntax.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
     "shown_url",
 ]
 
-_MIN_LENGTH = 6  # letters of a value that is taken for a secret: shorter ones are words that stand everywhere
-_WORD = re.compile(r"[a-z]+|\d{1,8}")  # as secrets they hide nothing, and stand in other texts
+_MIN_LENGTH = 6  # characters of a secret: shorter values occur in unrelated text
+_WORD = re.compile(r"[a-z]+|\d{1,8}")  # too common to be treated as secrets
 _QUERY = re.compile(r"\?[^\s'\"<>)]*")
 _USER = re.compile(r"(\w://)[^\s@\"'<>]*@")  # a password may have slashes in it
 _ALMOST = re.compile(r"(^\w[\w+.-]*:/{0,2})([^\s:/@]*):\S*@")
@@ -46,7 +46,7 @@ _VARIABLE = re.compile(
     re.IGNORECASE,
 )
 _USERINFO = re.compile(r"(\w[\w+.-]*)://([^\s/?#@]*)@")
-_USERS = {  # schemes in which what stands before an @ alone is the name of a user, or of a container, and no token
+_USERS = {  # schemes in which the part before an @ is the name of a user or container, not a token
     *("postgres", "postgresql", "mysql", "sqlite", "sftp", "ssh", "ftp", "ftps", "smb", "hdfs", "webhdfs"),
     *("az", "azure", "abfs", "abfss"),
 }
@@ -56,10 +56,10 @@ _PARAMETER = re.compile(
 )
 
 _OPTION = re.compile(r"token|secret|pass|key|credential|signature|sig$|auth|cookie", re.IGNORECASE)
-_LONG = 32  # letters of what is a key in the text of a key file
+_LONG = 32  # characters of a word in a key file that is treated as a key
 
-_scanned: dict[Any, Any] = {}  # the environment as it was when it was last looked through
-_known: dict[str, None] = {}  # every spelling
+_scanned: dict[Any, Any] = {}  # the environment when it was last searched
+_known: dict[str, None] = {}  # all spellings of the secrets
 _learned: set[str] = set()
 
 
@@ -112,12 +112,12 @@ def hide(text: str) -> str:
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """A message of a library without what is or may be a secret.
+    """A message of a library without known and possible secrets.
 
     Args:
-        text: what the library said.
-        secrets: what must not be in it; besides, what is known, queries of urls, user names in them, and values that
-            are named as secrets are left out.
+        text: the message.
+        secrets: further secrets, in addition to registered ones, queries of urls, user names in urls, and values that
+            are named like secrets.
     """
     _learn_environment()
     for secret in sorted({s for s in (*secrets, *_learned) if len(s) >= _MIN_LENGTH}, key=len, reverse=True):
@@ -152,7 +152,7 @@ def scrub(error: BaseException) -> None:
         found.add(id(one))
         one.args = tuple(hide(a) if isinstance(a, str) else a for a in one.args)
         for name, value in list(vars(one).items()):
-            if hide(repr(value)) != repr(value):  # of psycopg all that a connection was made with
+            if hide(repr(value)) != repr(value):  # psycopg's errors hold all parameters of a connection
                 setattr(one, name, hide(value) if isinstance(value, str) else None)
         todo += [e for e in (one.__cause__, one.__context__) if e is not None]
 
@@ -211,14 +211,14 @@ def hide_in_record(record: LogRecord) -> bool:
 
 
 class Hiding:
-    """A text stream that shows no known secret; all else is the inner stream's."""
+    """A text stream that hides registered secrets, and otherwise behaves like its inner stream."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner.inner if isinstance(inner, Hiding) else inner
 
     @property
     def inner(self) -> Any:
-        """The stream that is written to."""
+        """The inner stream."""
         return self._inner
 
     def write(self, text: str) -> int:
@@ -244,7 +244,7 @@ class Hiding:
 
 
 def _learn_environment() -> None:
-    # Every error asks: to compare the dict behind `os.environ` takes a small part of the time of decoding it.
+    # This runs for every error: comparing the dict behind `os.environ` is much faster than decoding it.
     current = dict(getattr(os.environ, "_data", None) or os.environ)
     if current == _scanned:
         return
@@ -264,7 +264,7 @@ def _any_of(spellings: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _spellings(secret: str) -> Iterator[str]:
-    """A secret as it may be quoted."""
+    """The forms in which a secret may be quoted."""
     import json
     from base64 import b64encode
     from urllib.parse import quote, quote_plus
@@ -272,7 +272,7 @@ def _spellings(secret: str) -> Iterator[str]:
     data = secret.encode(errors="surrogateescape")
     yield from (secret, quote(data), quote(data, safe=""), quote_plus(data))
     yield from (json.dumps(secret)[1:-1], repr(secret)[1:-1])
-    for before in range(3):  # wherever in a longer text it begins
+    for before in range(3):  # for each alignment in a longer text
         begin, end = (-(-8 * before // 6)), (8 * (before + len(data))) // 6
         inside = b64encode(bytes(before) + data).decode()[begin:end]
         yield from (inside, inside.replace("+", "-").replace("/", "_"))

@@ -1,4 +1,4 @@
-"""Opening by reference: a path or a url, or what the catalog knows by run and step, alias or id."""
+"""Opening by reference: a path or a url, or a run and step, alias or id in the catalog."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ def open_reference(
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
     Args:
-        place: a path or url of a universal checkpoint, or of one that a known engine wrote; or, of one that the catalog
-            knows, `run@step`, `run@latest`, `alias:name`, its id or the beginning of that. A path that exists wins.
-        view: see its tensors through these steps, as `Checkpoint.view` does: a preset, a layout file, or a list.
-        roots: a place, or places, in which a virtual checkpoint's files may lie, besides those that the settings name
-            (`UCP_ROOTS`) and those of which this user has registered checkpoints so.
-        options: what the files of a foreign checkpoint do not say, such as how they are laid out; each kind of
-            checkpoint has its own (docs/sources).
+        place: a path or url of a universal checkpoint, or of one that a known engine wrote; or, of a checkpoint in the
+            catalog, `run@step`, `run@latest`, `alias:name`, its id or a prefix of that. An existing path takes
+            precedence.
+        view: the steps of a view, as in `Checkpoint.view`: a preset, a layout file, or a list (default: no view).
+        roots: a place, or places, that may hold a virtual checkpoint's files, in addition to those in the settings
+            (`UCP_ROOTS`) and those that this user has registered.
+        options: facts that the files of a foreign checkpoint lack, such as its layout; each kind of checkpoint has its
+            own (docs/sources).
 
     Raises:
-        NotFound: there is nothing at that place, or the catalog knows no such checkpoint.
-        NotACheckpoint: what is there is not a checkpoint, or not a committed one.
+        NotFound: the place is empty or does not exist, or the catalog has no such checkpoint.
+        NotACheckpoint: the place holds no checkpoint, or no committed one.
         UsageError: the reference matches several checkpoints.
     """
     given = as_strings(roots)
@@ -73,35 +74,31 @@ def _open(
             try:
                 ck = open_checkpoint(url, roots=roots, options=options)
                 _must_be_recorded(catalog, entry, ck, url)
-            except UcformatError as error:  # it may lie elsewhere, too
+            except UcformatError as error:  # another place may have it, too
                 failure = failure or error
                 continue
             return ck
-    raise failure or NotFound(
-        f"the catalog knows {place}, but no place where it lies", hint="`ucp register PLACE` tells it one"
-    )
+    raise failure or NotFound(f"the catalog knows {place}, but no place of it", hint="`ucp register PLACE` adds one")
 
 
 def _must_be_recorded(catalog: Catalog, entry: Entry, ck: Checkpoint, url: str) -> None:
-    """See that what lies at a place is what the catalog recorded there.
+    """Check that the checkpoint at a place is the one that the catalog recorded there.
 
     Raises:
         NotFound: it is another checkpoint.
-        IntegrityError: it says to be the same, but its manifest was changed.
+        IntegrityError: it has the same id, but its manifest was changed.
     """
-    if ck.kind != "ucformat":  # engines write a step again in place, and then that is meant
+    if ck.kind != "ucformat":  # engines rewrite a step in place, and then the new one is wanted
         return
     if ck.id != entry.id:
-        raise NotFound(
-            f"at {url} lies another checkpoint by now, {ck.id}", hint=f"`ucp register {url}` makes the catalog know it"
-        )
+        raise NotFound(f"there is another checkpoint at {url} by now, {ck.id}", hint=f"`ucp register {url}` records it")
     reason = catalog.contradiction(ck.manifest, url)
     if reason is not None:
-        raise IntegrityError(reason, hint="restore it from another copy; by its path it is opened as it is")
+        raise IntegrityError(reason, hint="restore it from another copy; its path opens it without this check")
 
 
 def _is_reference(text: str) -> bool:
-    """Whether this can only be looked up: no place, and nothing is there under this name."""
+    """Whether this can only be a reference to the catalog: no url, no path syntax, and no existing path."""
     if "://" in text or text.startswith(("/", "./", "../", "~")) or os.path.exists(text):  # noqa: PTH110 - never fails
         return False
     run, at, which = text.rpartition("@")

@@ -1,12 +1,12 @@
-"""Settings: what an option says, else `UCP_*` of the environment, else the project's file, else the user's.
+"""Settings: from an option, else `UCP_*` in the environment, else the project's file, else the user's.
 
 The project's file is the nearest `ucformat.toml` in this folder or one above; the user's is `config.toml` in the user's
 configuration folder (`~/.config/ucformat` on Linux). A path in a file is relative to the folder of the file.
 
-Whoever may write to a folder above the working directory must not say where credentials go, or which catalog `gc`
-believes (docs/security.md). So a file counts only if it is this user's, or root's, and nobody else may write to it, and
-a project's file cannot set everything. What does not count is never passed over for a default: unless an option or the
-environment sets the same, it is an error.
+A user with write access to a folder above the working directory must not control where credentials are sent, or which
+catalog `gc` trusts (docs/security.md). So a file is used only if it belongs to this user or root and nobody else may
+write to it, and a project's file cannot set everything. A refused setting never falls back to a default: unless an
+option or the environment sets the same, it is an error.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ __all__ = [
     "using",
 ]
 
-_given: ContextVar[dict[str, str]] = ContextVar("ucformat_settings", default={})  # noqa: B039 - never changed in place
+_given: ContextVar[dict[str, str]] = ContextVar("ucformat_settings", default={})  # noqa: B039 - never modified in place
 
 PROJECT_FILE = "ucformat.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What can be set. Plain Python: every command reads settings, and a library for them takes longer than most."""
+    """The settings. A plain dataclass: every command loads it, and a settings library would be slow to import."""
 
-    #: A file's path or a url, which may hold a password; "none" switches it off, "" is the default.
+    #: The path of a file or a url, which may contain a password; "none" disables the catalog, "" is the default.
     catalog: str = field(default="", repr=False)
-    #: Places in which virtual checkpoints may have their files, besides those that this user has registered.
+    #: Places that may hold files of virtual checkpoints, in addition to those that this user has registered.
     roots: tuple[str, ...] = ()
 
-    #: Of a service that speaks S3, and is not Amazon's; also AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL.
+    #: The endpoint of an S3-compatible service other than Amazon's; also AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL.
     endpoint: str = field(default="", repr=False)
     region: str = ""  # of S3; also AWS_REGION and AWS_DEFAULT_REGION
     deadline: float = 180.0  # seconds after which a failing request to a store is given up
-    requests: int = 128  # reads of object stores at once, of the whole process
-    in_flight: int = 256 << 20  # bytes of these at once
+    requests: int = 128  # concurrent reads of object stores, in the whole process
+    in_flight: int = 256 << 20  # bytes of these reads
 
-    #: Projects' files that count although they are somebody else's.
+    #: Projects' files that are used although they belong to another user.
     trusted: tuple[str, ...] = ()
 
     def catalog_url(self) -> str | None:
-        """The catalog; None if it is switched off. By default a file in the user's data folder."""
+        """The url or path of the catalog (default: a file in the user's data folder); None if it is disabled."""
         if self.catalog.lower() == "none":
             return None
         return self.catalog or str(user_data_path("ucformat") / "catalog.db")
@@ -94,22 +94,22 @@ def load_settings(**given: str | None) -> Settings:
         given: settings that override all others; None overrides nothing.
 
     Raises:
-        UsageError: a file cannot be read, or sets what cannot be set.
-        UnsafeError: a file sets something and does not count for it, and neither an option nor the environment sets
+        UsageError: a file cannot be read, or has an unknown setting or an invalid value.
+        UnsafeError: a file is not trusted for a setting that it has, and neither an option nor the environment sets
             that.
     """
-    above: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for key, value in (_environment() | _given.get() | {k: v for k, v in given.items() if v is not None}).items():
         try:
-            above[key] = _checked(key, value)
+            overrides[key] = _checked(key, value)
         except ValueError as error:
-            raise UsageError(f"the setting {key} cannot be used: {error}", hint=_KNOWN) from None
+            raise UsageError(f"the setting {key} is invalid: {error}", hint=_KNOWN) from None
     found: dict[str, Any] = {}
     refused: dict[str, UnsafeError] = {}
     for path, of_project in ((_user_file(), False), (_project_file(), True)):
         if (file := _opened(path)) is None:
             continue
-        trusted = (found | above).get("trusted", ())
+        trusted = (found | overrides).get("trusted", ())
         for key, value in _read(file).items():
             reason = (_not_of_a_project(file, key, value) if of_project else None) or _not_ours(file, key, trusted)
             refused.pop(key, None)
@@ -118,9 +118,9 @@ def load_settings(**given: str | None) -> Settings:
             else:
                 refused[key] = reason
     for key, why in refused.items():
-        if key not in above:
+        if key not in overrides:
             raise why
-    return Settings(**(found | above))
+    return Settings(**(found | overrides))
 
 
 def source_of(key: str) -> str:
@@ -133,24 +133,24 @@ def source_of(key: str) -> str:
         return "flag"
     if key in _environment():
         return "env"
-    for who, path in (("project", _project_file()), ("user", _user_file())):
+    for source, path in (("project", _project_file()), ("user", _user_file())):
         if (file := _opened(path)) is not None and key in _read(file):
-            return who
+            return source
     return "default"
 
 
 def allowed_roots() -> tuple[str, ...]:
-    """Where virtual checkpoints may have their files: what the settings say, and what this user has registered.
+    """The places that may hold files of virtual checkpoints: those in the settings, and those this user has registered.
 
     Raises:
-        UnsafeError: the list of what was registered is not this user's alone.
+        UnsafeError: the list of registered places belongs to another user, or others may write to it.
     """
     settings = load_settings()
     return (*settings.roots, *_registered_roots(settings.trusted))
 
 
 def roots_with(url: str) -> str:
-    """The variable to set before a shell command so that it may also read files in a place: `UCP_ROOTS=…`.
+    """The assignment for a shell command that allows it to read files in a place too: `UCP_ROOTS=…`.
 
     Args:
         url: the place.
@@ -159,8 +159,8 @@ def roots_with(url: str) -> str:
 
 
 def _assigned(key: str, places: tuple[str, ...]) -> str:
-    """A list of places as the environment sets it: with commas between, or as JSON where that would not be read so."""
-    from shlex import quote  # few commands say so
+    """The assignment of a list of places to a variable: separated by commas, or as JSON where that is ambiguous."""
+    from shlex import quote  # few commands need it
 
     plain = ",".join(places)
     odd = plain.startswith("[") or not plain.isprintable() or any("," in place for place in places)
@@ -174,7 +174,7 @@ def _registered_roots(trusted: tuple[str, ...]) -> list[str]:
         raise why
     found = []
     for line in lines:
-        with suppress(ValueError):  # of a line that was being written when the power failed
+        with suppress(ValueError):  # a line that was incomplete when the power failed
             found.append(str(json.loads(line)))
     return found
 
@@ -191,9 +191,9 @@ def allow_root(url: str) -> None:
     path, known = _registered(), _registered_roots(settings.trusted)
     try:
         make_folder(path.parent)
-        out = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # whatever the umask, nobody else writes
+        out = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # not writable by others, whatever the umask
         try:
-            if url not in known:  # on a line of its own, whatever is in the name of a folder, or left of another line
+            if url not in known:  # on a line of its own, even after an incomplete line
                 os.write(out, f"\n{json.dumps(url)}\n".encode())
             os.fsync(out)
         finally:
@@ -202,7 +202,7 @@ def allow_root(url: str) -> None:
     except OSError as error:
         raise PermissionDenied(
             f"{path} cannot be written: {error.strerror}",
-            hint=f"say yourself that files may be read there: {roots_with(url)}",
+            hint=f"allow reading files there yourself: {roots_with(url)}",
         ) from error
 
 
@@ -211,113 +211,113 @@ def _registered() -> Path:
 
 
 _FIELDS = tuple(f.name for f in fields(Settings))
-_KNOWN = f"what can be set: {', '.join(_FIELDS)}"
-#: What only the user says, in a file of the user's or the environment: where secrets are sent, and what may be read.
-_OWN = ("endpoint", "roots", "trusted")
+_KNOWN = f"the settings are: {', '.join(_FIELDS)}"
+#: Settings that a project's file cannot have: where secrets are sent, and which files may be read.
+_USER_ONLY = ("endpoint", "roots", "trusted")
 _MAX_FILE_BYTES = 1 << 20  # bytes of a file of settings
 
 
 def _environment() -> dict[str, str]:
-    """What `UCP_*` of the environment sets; what is empty sets nothing, and names of ours that set nothing are many."""
+    """The settings in `UCP_*` variables; empty ones are ignored, as are the many that are not settings."""
     named = {name.upper().removeprefix("UCP_"): v for name, v in os.environ.items() if name.upper().startswith("UCP_")}
     return {key: named[key.upper()] for key in _FIELDS if named.get(key.upper())}
 
 
 def _checked(key: str, value: Any) -> Any:
-    """A value as its setting has it; ValueError says what is wrong with it."""
+    """Convert a value to the type of its setting; ValueError if it is invalid."""
     if key not in _FIELDS:
         raise ValueError("there is no such setting")
     if key in ("roots", "trusted"):
         listed = _listed(value) if isinstance(value, str) else value
         if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
-            raise ValueError("it is a list of places")
+            raise ValueError("it must be a list of places")
         return tuple(part for part in listed if part)
     if key in ("requests", "in_flight"):
         return _number(value, int, "a whole number, 1 or more")
     if key == "deadline":
         return _number(value, float, "a number of seconds above 0")
     if not isinstance(value, str):
-        raise ValueError("it is text")  # noqa: TRY004 - whatever is wrong with a value
+        raise ValueError("it must be text")  # noqa: TRY004 - as for all invalid values
     return value
 
 
 def _listed(text: str) -> Any:
-    """What a text lists: places with commas between, or JSON, for names with commas in them."""
+    """Parse a list of places: separated by commas, or JSON for names that contain commas."""
     if not text.startswith("["):
         return text.split(",")
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError("it is a list of places: with commas between, or in JSON if it begins with [") from None
+        raise ValueError("it must be a list of places: separated by commas, or JSON if it begins with [") from None
 
 
 def _number(value: Any, kind: type[int | float], means: str) -> int | float:
     try:
         number = kind(value) if isinstance(value, str) else value
     except ValueError:
-        raise ValueError(f"it is {means}") from None
+        raise ValueError(f"it must be {means}") from None
     if isinstance(number, bool) or not isinstance(number, int | kind) or not 0 < number < math.inf:
-        raise ValueError(f"it is {means}")
+        raise ValueError(f"it must be {means}")
     return kind(number)
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file of settings, as it was opened."""
+    """An opened file of settings."""
 
     path: Path
     text: str
-    owners: frozenset[int]  # of the file, and of a link that leads to it
+    owners: frozenset[int]  # of the file, and of a symbolic link to it
     mode: int
 
 
 def _opened(path: Path | None) -> _File | None:
-    """A file and whose it is; None where there is none. It is opened once, so nobody can exchange it in between."""
+    """A file with its owners; None if there is none. It is opened only once, so that it cannot be exchanged."""
     if path is None:
         return None
     try:
         link = path.lstat()
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe of that name does not block
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # do not block on a named pipe
         with open(number, "rb") as file:  # noqa: PTH123 - of a number, not of a path
             found = os.fstat(number)
             text = file.read(_MAX_FILE_BYTES + 1 if stat.S_ISREG(found.st_mode) else 0).decode()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UsageError(f"the settings in {path} cannot be read: {error}", hint="it is a text file") from error
+        raise UsageError(f"the settings in {path} cannot be read: {error}", hint="it must be a text file") from error
     if not stat.S_ISREG(found.st_mode) or len(text) > _MAX_FILE_BYTES:
-        raise UsageError(f"the settings in {path} cannot be read: it is no file of at most {_MAX_FILE_BYTES} bytes")
+        raise UsageError(f"the settings in {path} cannot be read: not a regular file of ≤ {_MAX_FILE_BYTES} bytes")
     return _File(path, text, frozenset({link.st_uid, found.st_uid}), found.st_mode)
 
 
 def _not_ours(file: _File, key: str, trusted: tuple[str, ...]) -> UnsafeError | None:
-    """Why a file does not count; None where it does."""
-    from shlex import quote  # most files count
+    """The reason why a file is not trusted; None if it is."""
+    from shlex import quote  # most files are trusted
 
     if file.mode & (stat.S_IWGRP | stat.S_IWOTH):
         return UnsafeError(
-            f"{file.path} sets {key!r}, and does not count: its group, or everybody, may write to it",
-            hint=f"if what it says is right: chmod go-w {quote(str(file.path))}{_instead(key)}",
+            f"{file.path} sets {key!r}, and is not trusted: its group, or everybody, may write to it",
+            hint=f"if its content is right: chmod go-w {quote(str(file.path))}{_instead(key)}",
         )
     if file.owners <= {os.geteuid(), 0} or str(file.path) in trusted:
         return None
     owner = ", ".join(_name_of(uid) for uid in sorted(file.owners - {os.geteuid(), 0}))
     places = (*trusted, str(file.path))
     return UnsafeError(
-        f"{file.path} sets {key!r}, and does not count: it belongs to {owner}",
-        hint=f"if it is to be trusted: {_assigned('trusted', places)}, or `trusted = {json.dumps(places)}` in "
+        f"{file.path} sets {key!r}, and is not trusted: it belongs to {owner}",
+        hint=f"to trust it: {_assigned('trusted', places)}, or `trusted = {json.dumps(places)}` in "
         f"{_user_place()}{_instead(key)}",
     )
 
 
 def _not_of_a_project(file: _File, key: str, value: Any) -> UnsafeError | None:
-    """Why a project's file cannot set this; None where it can."""
+    """The reason why a project's file cannot set this; None if it can."""
     remote = key == "catalog" and "://" in value and not value.startswith("sqlite:")
-    if key not in _OWN and not remote:
+    if key not in _USER_ONLY and not remote:
         return None
-    what = "a catalog on another machine" if remote else repr(key)
+    setting = "a catalog on another machine" if remote else repr(key)
     return UnsafeError(
-        f"{file.path} sets {what}, which a project's file cannot: it may come from anybody",
+        f"{file.path} sets {setting}, which a project's file cannot: anybody may have written it",
         hint=f"if it is right, put the line into {_user_place()}{_instead(key)}",
     )
 
@@ -334,27 +334,27 @@ def _name_of(uid: int) -> str:
 
 
 def _read(file: _File) -> dict[str, Any]:
-    """What a file sets."""
+    """The settings in a file."""
     import tomllib  # most users have no file
 
     try:
         found = tomllib.loads(file.text)
     except ValueError as error:
-        raise UsageError(f"the settings in {file.path} cannot be read: {error}", hint="it is a TOML file") from error
+        raise UsageError(f"the settings in {file.path} cannot be read: {error}", hint="use TOML syntax") from error
     for key, value in found.items():
         if key not in _FIELDS:
-            raise UsageError(f"{file.path} sets {key!r}, which is no setting", hint=_KNOWN)
+            raise UsageError(f"{file.path} sets {key!r}, which is not a setting", hint=_KNOWN)
         try:
             found[key] = _checked(key, value)
         except ValueError as error:
-            raise UsageError(f"{file.path} sets {key!r} to what it cannot be: {error}") from None
+            raise UsageError(f"{file.path} sets {key!r} to an invalid value: {error}") from None
     if (catalog := found.get("catalog", "")) and catalog.lower() != "none" and "://" not in catalog:
         found["catalog"] = str(file.path.parent / local_path(catalog, absolute=False))
     return found
 
 
 def _project_file() -> Path | None:
-    with suppress(OSError):  # the folder was removed, or must not be looked into
+    with suppress(OSError):  # the folder was removed, or cannot be read
         here = Path.cwd()
         return next((f for d in (here, *here.parents) if (f := d / PROJECT_FILE).is_file()), None)
     return None
@@ -379,18 +379,18 @@ def local_path(text: str | os.PathLike[str], *, absolute: bool = True) -> Path:
         absolute: whether to make it absolute (default: yes).
 
     Raises:
-        UsageError: no file can be called so, or `~name` is of nobody.
+        UsageError: it is not a valid path, or `~name` is not a user.
     """
     given = os.fspath(text)
     try:
         path = Path(given).expanduser()
         os.fsencode(path)
-    except RuntimeError:  # `~name` of nobody
+    except RuntimeError:  # no such user
         raise UsageError(
-            f"{given!r}: there is no user of that name", hint="a folder whose own name begins with ~ is written ./~…"
+            f"{given!r}: there is no user of that name", hint="write ./~… for a folder whose name begins with ~"
         ) from None
     except (UnicodeEncodeError, TypeError):
-        raise UsageError(f"{given!r} is no path: it is no text that a file can be called") from None
+        raise UsageError(f"{given!r} is not a path: it cannot be encoded as a file name") from None
     if "\0" in str(path):
-        raise UsageError(f"{given!r} is no path: no file can have a NUL in its name")
+        raise UsageError(f"{given!r} is not a path: file names cannot contain NUL")
     return path.absolute() if absolute else path

@@ -107,8 +107,8 @@ def test_a_file_that_others_may_write_to_stops_commands_before_they_begin(
     file.write_text(f'catalog = "{tmp_path}/project.db"')
     file.chmod(0o666)
     failed = run(*asked.split(), code=6)
-    assert f"{file} sets 'catalog', and does not count" in failed.stderr
+    assert f"{file} sets 'catalog', and is not trusted" in failed.stderr
     assert "chmod go-w" in failed.stderr
     assert not failed.stdout
     monkeypatch.setenv("UCP_CATALOG", "none")
-    assert "does not count" not in run("convert", "missing", "there", code=3).stderr
+    assert "is not trusted" not in run("convert", "missing", "there", code=3).stderr

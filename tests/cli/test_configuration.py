@@ -109,7 +109,7 @@ def test_what_cannot_be_a_configuration_is_an_error(run: Run, committed: Path, t
     file.write_text("- 1\n")
     assert "is not a mapping" in run("register", committed, "--config", file, code=2).stderr
     file.write_text("a: 1\n")
-    assert "its manifest says its configuration" in run("register", committed, "--config", file, code=2).stderr
+    assert "its manifest has the configuration" in run("register", committed, "--config", file, code=2).stderr
     assert (
         "there is no configuration"
         in run("convert", committed, tmp_path / "x", "--config", tmp_path / "no", code=3).stderr

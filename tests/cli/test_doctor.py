@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def test_a_folder(run: Run, tmp_path: Path) -> None:
     text = run("doctor", tmp_path).stdout
     assert text.startswith(f"{tmp_path}\n  latency   ")
-    assert "\n  ok       put if absent     a file that is there is not put again" in text
+    assert "\n  ok       put if absent     an existing file is not overwritten" in text
     assert text.endswith(
         "\n  checkpoints there can be read\n  checkpoints can be saved there\n"
         "  overwrite=True (--overwrite) is safe there\n"

@@ -205,7 +205,7 @@ def test_where_nothing_can_be_written_it_is_refused(
         (Path(parent.url) / "needed-by").symlink_to(tmp_path)
     else:
         (Path(parent.url) / "needed-by").write_text("in the way")
-    with pytest.raises(PermissionDenied, match=r"cannot be said in .*run/1(.|\n)*--unprotected"):
+    with pytest.raises(PermissionDenied, match=r"run/1 cannot record that (.|\n)*--unprotected"):
         ucformat.convert(parent, tmp_path / "v", virtual=True)
     assert not exists(open_store(tmp_path / "v"), "manifest.json")
     assert list(open_store(tmp_path / "v").list("attempts")) == []
@@ -395,7 +395,7 @@ def test_of_two_who_purge_nobody_takes_back_what_the_other_settled(
         asked.append(1)
         if len(asked) > 1:
             return real(place)
-        monkeypatch.setattr(removal, "_end", lambda *_: False)  # the other one has settled, and not yet begun
+        monkeypatch.setattr(removal, "_take_manifest", lambda *_: False)  # the other one has settled, and not yet begun
         assert removal.remove(open_store(parent.url), parent.id) == ()
         monkeypatch.undo()
         return ("a" * 32,)  # one that begins to need it now, and then sees the tombstone

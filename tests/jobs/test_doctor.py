@@ -133,7 +133,7 @@ class PutsAnyway(Liar):
 
 
 class LooksThenPuts(Liar):
-    looked = threading.Barrier(probes._AT_ONCE)
+    looked = threading.Barrier(probes._WRITERS)
 
     def put_if_absent(self, key: str, data: bytes) -> str:
         there = any(i.key == key for i in self.inner.list(key.rpartition("/")[0]))

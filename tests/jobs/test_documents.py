@@ -169,7 +169,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning_and_due_again(
             catalog.tag(entry.id, tag)
             [record] = caplog.records
             assert (record.name, record.levelno) == ("ucformat", logging.WARNING)
-            assert f"{entry.url} is not kept beside it: cannot create" in record.getMessage()
+            assert f"document beside {entry.url} could not be updated: cannot create" in record.getMessage()
         assert catalog.get(entry.id).tags == ("one", "two")
         assert due(catalog) == 1
     caplog.clear()
@@ -298,7 +298,7 @@ def test_the_document_of_one_that_the_catalog_does_not_know_stays(
     other.record(new.manifest, new.url)
     other.tag(new.id, "released")
     catalog.note(old.id, "the catalog believes that it is still there")
-    assert "another checkpoint lies there" in caplog.text
+    assert "there is another checkpoint there" in caplog.text
     assert (document(new.url).id, [t.name for t in document(new.url).tags]) == (new.id, ["released"])
 
 
@@ -667,7 +667,7 @@ def test_whoever_holds_what_was_replaced_elsewhere_is_warned(
         universal(str(old.url), 2, overwrite=True)
     (Path(str(old.url)) / CATALOG_DOCUMENT).unlink(missing_ok=True)
     catalog.hold(old.id, "ours")
-    assert "another checkpoint lies there" in caplog.text
+    assert "there is another checkpoint there" in caplog.text
     assert not (Path(str(old.url)) / CATALOG_DOCUMENT).exists()
 
 

@@ -141,7 +141,7 @@ def test_a_catalog_that_cannot_be_asked_protects_all(
     old = universal(str(tmp_path / "1"), 1)
     (tmp_path / "broken.db").write_text("no database")
     monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "broken.db"))
-    with pytest.raises(Conflict, match="the catalog cannot be asked") as caught:
+    with pytest.raises(Conflict, match="the catalog is unavailable") as caught:
         ucformat.convert(source, old.url, overwrite=True)
     assert isinstance(caught.value, UcformatError)
 

@@ -418,7 +418,7 @@ def test_one_that_is_being_removed_is_a_failure_and_not_forgotten(
     (place / "manifest.json").unlink()
     for catalog in (told, other):
         found = reindex(str(tmp_path / "data"), catalog)
-        assert [(f.url, "not yet removed" in f.message) for f in found.failures] == [(str(place), True)]
+        assert [(f.url, "not yet completely removed" in f.message) for f in found.failures] == [(str(place), True)]
         assert found.missing == ()
     assert (told.get(id_).state, told.get(id_).urls) == ("purging", (str(place),))
 

@@ -145,7 +145,7 @@ def test_a_model_s_files_and_its_metadata(tmp_path: Path, caplog: pytest.LogCapt
     assert found == {"lr": "1e-4", "model_type": "llama", "use_cache": True, "generation_config": {"use_cache": False}}
     (tmp_path / "config.json").write_text("no")
     assert ucformat.open(tmp_path).manifest.config == {"lr": "1e-4", "use_cache": False}
-    assert "config.json is no JSON" in caplog.text
+    assert "config.json is not valid JSON" in caplog.text
 
 
 @pytest.mark.parametrize(

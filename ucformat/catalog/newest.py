@@ -38,7 +38,7 @@ class Dated(Protocol):
 
     @property
     def commits(self) -> int | None:
-        """How many checkpoints the run had committed, this one included."""
+        """The number of checkpoints that the run had committed, including this one."""
 
     @property
     def created(self) -> datetime:
@@ -82,7 +82,7 @@ def select_newest_first(*where: ColumnElement[bool], first: int | None = None) -
 
     Args:
         where: conditions on `models.Checkpoint`.
-        first: how many rows are needed, which makes the query faster (None: all).
+        first: the number of rows that are needed, which makes the query faster (None: all).
 
     Returns:
         A query for serial, id, kind, step, commits and created, and `counted`: the commits or their substitute.

@@ -1,4 +1,4 @@
-"""Retention policies, and what they keep and delete: a pure function of the policy, the checkpoints and the time.
+"""Retention policies: what to keep and delete, as a pure function of the policy, the checkpoints and the time.
 
 The catalog provides the rows, and applies a plan if planning again gives one with the same id. docs/retention.md
 describes policies for users.
@@ -97,10 +97,11 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPlan:
-    """What a policy does: each row is in one of `keep`, `delete` and `untouched`.
+    """The result of a policy: each row is in one of `keep`, `delete` and `untouched`.
 
     Two plans have the same `id` if the same policy deletes the same checkpoints. `untouched` are outside of the policy,
-    with the reason. `idle` are rules that keep nothing, which may be mistakes; `contradictions` warn of wrong clocks.
+    with the reason. `idle` are rules that keep nothing, perhaps by mistake; `contradictions` are warnings of wrong
+    clocks.
     """
 
     id: str

@@ -1,9 +1,9 @@
-"""Virtual checkpoints and the files that they need: what is beside these says so, and every catalog honours it.
+"""Dependents: virtual checkpoints, recorded beside the files that they need, so that every catalog protects these.
 
-The document `needed-by/<id>.json` is put before the virtual checkpoint is committed, and goes when that is gone.
-Whoever removes or replaces a checkpoint says so beside it first (a tombstone, `replacing` in the record of an attempt),
-and then asks for these documents; whoever puts one looks for that afterwards. So of two at once at least one sees the
-other. A document that was left behind costs space, until the owner says that it is to be ignored.
+The document `needed-by/<id>.json` is written before the virtual checkpoint is committed, and deleted after it is
+removed. A process that removes or replaces a checkpoint first marks that beside it (a tombstone, or `replacing` in the
+record of an attempt) and then lists these documents; a process that writes one looks for such a mark afterwards. So if
+both run at once, at least one sees the other. A document that was left behind keeps files until the owner ignores it.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ __all__ = [
 ]
 
 _log = logging.getLogger("ucformat")
-_NAME = re.compile(r"([0-9a-f]{32})\.json", re.ASCII)  # of the documents: by an id as `new_id` makes it
+_NAME = re.compile(r"([0-9a-f]{32})\.json", re.ASCII)  # of the documents: an id from `new_id`
 
-#: A place in which the need of files is to be said, and the attempts there that these files are of, if of any.
+#: A place where files must be recorded as needed, and the attempts there that the files belong to, if any.
 Home = tuple[str, frozenset[str]]
 
 
-# Who needs files
+# Recording dependents
 
 
 def find_homes(files: Sequence[tuple[Store, str]]) -> tuple[Home, ...]:
     """Find the places where files must be recorded as needed: their roots, and checkpoints around or below those.
 
-    Such a one has them in the folders of its attempt: all else nobody removes with it.
+    Only files in the folders of a checkpoint's attempt are removed with it.
 
     Args:
         files: the store and the key of each file.
@@ -68,19 +68,19 @@ def find_homes(files: Sequence[tuple[Store, str]]) -> tuple[Home, ...]:
     for store, key in files:
         found.setdefault(store.url, set())
         *folders, _ = f"{store.url}/{key}".split("/")
-        above = 3 if "://" in store.url else 1  # what a place has at least
+        above = 3 if "://" in store.url else 1  # the least number of parts of a place
         for at, name in enumerate(folders[above + 1 : -1], above + 1):
             if name in KINDS:
                 candidates.setdefault("/".join(folders[:at]), set()).add(folders[at + 1])
     for url, attempts in candidates.items():
-        standing = _attempt_at(url)
-        if standing in attempts or (standing is not None and url in found):
-            found.setdefault(url, set()).update(attempts if url in found else {standing})
+        committed = _attempt_at(url)
+        if committed in attempts or (committed is not None and url in found):
+            found.setdefault(url, set()).update(attempts if url in found else {committed})
     return tuple((url, frozenset(attempts)) for url, attempts in found.items())
 
 
 def _attempt_at(url: str) -> str | None:
-    """The attempt of the checkpoint of ours at a place, if one can be read there."""
+    """The attempt of the universal checkpoint at a place; None if none can be read."""
     try:
         return read_manifest(open_store(url))[0].attempt
     except UcformatError:
@@ -88,17 +88,17 @@ def _attempt_at(url: str) -> str | None:
 
 
 def need(homes: Sequence[Home], checkpoint: str, url: str, *, unprotected: bool = False) -> None:
-    """Say in these places, for good, that a checkpoint needs their files.
+    """Record durably in these places that a checkpoint needs their files.
 
     Args:
         homes: the places.
         checkpoint: its id.
-        url: where it is going to lie.
-        unprotected: go on where that cannot be written, with a warning.
+        url: where it will be committed.
+        unprotected: where that cannot be written, warn and continue.
 
     Raises:
-        Conflict: what is there is being removed or replaced, or was replaced since it was opened.
-        PermissionDenied: it cannot be written there.
+        Conflict: the checkpoint there is being removed or replaced, or was replaced since it was opened.
+        PermissionDenied: the record cannot be written.
     """
     stamp = make_stamp()
     doc = NeededByDoc(id=checkpoint, url=url, created=stamp.now, who=stamp.who)
@@ -111,42 +111,40 @@ def need(homes: Sequence[Home], checkpoint: str, url: str, *, unprotected: bool 
         except UcformatError as error:
             if not unprotected:
                 raise PermissionDenied(
-                    f"it cannot be said in {place} that {url} needs its files, which anybody could then remove: "
-                    f"{error.message}",
-                    hint="make that place one that can be written to; or take the risk: --unprotected, or "
-                    "unprotected=True",
+                    f"{place} cannot record that {url} needs its files, so they could be removed: {error.message}",
+                    hint="make that place writable; or accept the risk with --unprotected, or unprotected=True",
                 ) from error
-            _log.warning("nothing in %s says that %s needs its files: %s", place, url, error.message)
+            _log.warning("%s has no record that %s needs its files: %s", place, url, error.message)
         _refuse_dying(store, attempts)
 
 
 def _refuse_dying(store: Store, attempts: frozenset[str]) -> None:
-    """Conflict where somebody removes or replaces the checkpoint whose files these are, or has done so."""
+    """Raise Conflict if the checkpoint with these files is being removed or replaced, or no longer there."""
     if exists(store, TOMBSTONE):
         raise Conflict(
-            f"what lies at {store.url} was deleted, and is being removed",
-            hint="run it again if the checkpoint is still there when `ucp gc --apply` has ended",
+            f"the checkpoint at {store.url} was deleted, and is being removed",
+            hint="run it again if the checkpoint is still there after `ucp gc --apply`",
         )
     if not attempts:
         return
-    standing = _attempt_at(store.url)
-    if standing is None or attempts - {standing}:
+    committed = _attempt_at(store.url)
+    if committed is None or attempts - {committed}:
         raise Conflict(
             f"the checkpoint at {store.url} was replaced or deleted since it was opened", hint="open it again"
         )
-    if replacing_attempts(store) - {standing}:
+    if replacing_attempts(store) - {committed}:
         raise Conflict(
             f"the checkpoint at {store.url} is being replaced",
-            hint="run it again when that is done; if it was interrupted, end it, or remove what it left: "
+            hint="run it again when that is done; if it was interrupted, resume it, or remove its leftovers: "
             "`ucp gc PLACE --apply`",
         )
 
 
 def release(store: Store, record: AttemptDoc) -> None:
-    """Withdraw that a checkpoint whose attempt is gone needs files elsewhere; failures are warnings.
+    """Remove the records that a checkpoint whose attempt is gone needs files elsewhere; failures are warnings.
 
-    Only where this user's virtual checkpoints may have files, and only what speaks of this place: a record may be
-    anybody's.
+    Only in places where this user's virtual checkpoints may have files, and only records with the url of this place:
+    the record of an attempt may be another user's.
 
     Args:
         store: the place of the checkpoint.
@@ -154,8 +152,8 @@ def release(store: Store, record: AttemptDoc) -> None:
     """
     for place in record.needs:
         try:
-            if record.id is None or not _may_ask(place):
-                raise PermissionDenied("nothing says that this user's checkpoints have files there")
+            if record.id is None or not _is_allowed(place):
+                raise PermissionDenied("this user's checkpoints are not allowed to have files there")
             other, key = open_store(place), _key(record.id)
             there, doc = exists(other, key), _read(other, record.id)
             if not there or (doc is not None and _is_same(doc.url, store.url)):
@@ -166,17 +164,17 @@ def release(store: Store, record: AttemptDoc) -> None:
                         PermissionDenied,
                         UnsupportedError,
                     )
-                ):  # where nothing can be removed, nothing was put
+                ):  # where nothing can be removed, nothing was written
                     other.delete(key)
-                    other.flush()  # before the record goes, which alone says that it was needed
+                    other.flush()  # before the record is deleted, the only trace of the need
         except UcformatError as error:
             _log.warning(
-                "%s still says that it is needed by %s: %s; --ignore-dependent ends that",
+                "%s is still recorded as needed by %s: %s; remove that with --ignore-dependent",
                 *(place, record.id, error.message),
             )
 
 
-def _may_ask(place: str) -> bool:
+def _is_allowed(place: str) -> bool:
     allowed = allowed_roots()
     return is_below(place, allowed) or any(is_below(root, [place]) for root in allowed)
 
@@ -185,7 +183,7 @@ def _is_same(one: str, other: str) -> bool:
     return is_below(one, [other]) and is_below(other, [one])
 
 
-# Who is needed
+# Finding dependents
 
 
 def dependents_at(store: Store) -> tuple[str, ...]:
@@ -201,22 +199,22 @@ def dependents_at(store: Store) -> tuple[str, ...]:
 def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:
     """Find the dependents of checkpoints.
 
-    A place that cannot be asked counts as one that nobody needs: it is asked once more before anything of it goes.
+    A place that cannot be listed counts as one without dependents: it is listed again before any file is removed.
 
     Args:
         places: the id of each checkpoint with the urls of its places.
     """
 
-    def ask(url: str) -> tuple[str, ...]:
+    def list_dependents(url: str) -> tuple[str, ...]:
         try:
             return dependents_at(open_store(url))
         except UcformatError as error:
-            _log.warning("it cannot be asked who needs what lies at %s: %s", url, error.message)
+            _log.warning("cannot list the dependents of %s: %s", url, error.message)
             return ()
 
-    asked = [(checkpoint, url) for checkpoint, urls in places.items() for url in urls]
+    pairs = [(checkpoint, url) for checkpoint, urls in places.items() for url in urls]
     found: dict[str, frozenset[str]] = {}
-    for (checkpoint, _), ids in zip(asked, map_io(lambda of: ask(of[1]), asked), strict=True):
+    for (checkpoint, _), ids in zip(pairs, map_io(lambda pair: list_dependents(pair[1]), pairs), strict=True):
         others = frozenset(ids) - {checkpoint}
         if others:
             found[checkpoint] = found.get(checkpoint, frozenset()) | others
@@ -229,24 +227,24 @@ def forget_dependents(store: Store) -> None:
     Args:
         store: the place.
     """
-    for who in dependents_at(store):
-        store.delete(_key(who))
+    for dependent in dependents_at(store):
+        store.delete(_key(dependent))
 
 
 def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozenset[str]:
-    """Let what these checkpoints need of a place be removed, by the word of the owner, which the catalog's log keeps.
+    """Allow the files of a place to be removed although these checkpoints need them; the catalog logs it.
 
     Args:
         url: the place.
         ids: of the dependents.
-        command: for which it is done, for the log.
+        command: the command that the user ran, for the log.
 
     Returns:
-        those of the ids that were said, beside the files or in the catalog, to need them.
+        Those of the ids that were recorded, beside the files or in the catalog, as dependents.
     """
     store, stamp = open_store(url), make_stamp()
     beside = frozenset(dependents_at(store)) & frozenset(ids)
-    said = {who: doc.url for who in beside if (doc := _read(store, who)) is not None}
+    urls = {dependent: doc.url for dependent in beside if (doc := _read(store, dependent)) is not None}
     catalog_url = load_settings().catalog_url()
     found = set(beside)
     if catalog_url is not None:
@@ -255,21 +253,21 @@ def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozen
         from ucformat.catalog.refs import same_url
 
         place = same_url(store.url)
-        why = {who: {"command": command, "at": said.get(who)} for who in ids}
-        with Catalog(catalog_url) as catalog:  # first: what is done is in the log
+        why = {dependent: {"command": command, "at": urls.get(dependent)} for dependent in ids}
+        with Catalog(catalog_url) as catalog:  # first, so that the log is complete
             found = catalog.database.write(
                 lambda c: {w for w in ids if ignore_dependent(c, w, place, stamp, beside=w in beside, why=why[w])}
             )
-    for who in beside:
-        store.delete(_key(who))
-        _log.warning("%s is no longer kept for %s, which needs its files", url, who)
+    for dependent in beside:
+        store.delete(_key(dependent))
+        _log.warning("%s is no longer protected for %s, which needs its files", url, dependent)
     return frozenset(found)
 
 
 def unprotected(ck: Checkpoint) -> tuple[str, ...]:
     """The places of a virtual checkpoint's files that do not record that it needs them.
 
-    Places that nobody allows to be read, or that cannot be, are left out.
+    Places that are not allowed as roots, or cannot be read, are left out.
 
     Args:
         ck: the checkpoint.
@@ -294,7 +292,7 @@ def _key(checkpoint: str) -> str:
 
 
 def _read(store: Store, checkpoint: str) -> NeededByDoc | None:
-    """What says that this checkpoint needs files here; None if there is nothing, or nothing of ours."""
+    """The record that this checkpoint needs files here; None if it is missing or invalid."""
     try:
         return NeededByDoc.model_validate_json(store.read(_key(checkpoint)))
     except (NotFound, ValidationError):

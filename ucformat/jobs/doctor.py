@@ -1,4 +1,4 @@
-"""Probes what a storage place can do, and says what that means for checkpoints there."""
+"""Probes the capabilities of a storage place: whether checkpoints can be read, saved and replaced there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _AZURE = (
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What is used to reach a place: None where it has no such thing, or nobody says."""
+    """The endpoint, region and credentials for a place; None where it has none, or none is configured."""
 
     endpoint: str | None = None
     region: str | None = None
@@ -87,8 +87,8 @@ def _shown(endpoint: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-_DEADLINE = 10.0  # seconds after which a request that keeps failing is given up: this is no training run
-_WHOLE = 64 << 10  # bytes of a file of others that are read to compare ranges with
+_DEADLINE = 10.0  # seconds after which a failing request is given up: shorter than in training
+_WHOLE = 64 << 10  # bytes of an existing file that are read to compare ranges with
 _log = logging.getLogger("ucformat")
 
 Status = Literal["ok", "missing", "failed"]
@@ -96,9 +96,9 @@ Status = Literal["ok", "missing", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One thing that a place was asked to do.
+    """The result of one probe of a place.
 
-    `missing`: it does not offer this. `failed`: it went wrong, or not as it must.
+    `missing`: the place does not support it. `failed`: an error, or a wrong result.
     """
 
     name: str
@@ -108,9 +108,9 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a place can do; true where one can read and commit there, or of `read_only`, read.
+    """The capabilities of a place; true if checkpoints can be read and committed there, or with `read_only`, read.
 
-    None is what was not asked, or could not be.
+    Values that were not or could not be probed are None.
     """
 
     url: str
@@ -123,14 +123,14 @@ class Diagnosis:
     @property
     def can_read(self) -> bool | None:
         """Whether a checkpoint there can be opened, and read by byte ranges."""
-        asked = {p.name: p.status for p in self.probes}
-        if asked.get("ranges") == "missing":  # there was nothing to read
+        status = {p.name: p.status for p in self.probes}
+        if status.get("ranges") == "missing":  # there was nothing to read
             return None
-        return asked.get("ranges") == "ok" and asked.get("read after write", "ok") == "ok"
+        return status.get("ranges") == "ok" and status.get("read after write", "ok") == "ok"
 
     @property
     def can_save(self) -> bool | None:
-        """Whether a checkpoint can be committed there, so that nobody ever sees half of one."""
+        """Whether a checkpoint can be committed there atomically: readers never see a partial one."""
         wanted = ("write", "read after write", "list", "parts", "put if absent")
         return None if self.read_only else bool(self.can_read) and self._all(*wanted)
 
@@ -152,8 +152,8 @@ def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Di
     Some 20 MiB are written in a folder `ucf-doctor-…` there, and removed, also if a probe fails.
 
     Args:
-        place: a path or url. Nothing need lie there; to be read only, a checkpoint should.
-        read_only: write nothing: find out whether what lies there can be read.
+        place: a path or url. It may be empty; with `read_only` it should hold a checkpoint.
+        read_only: write nothing, and probe only whether existing files can be read (default: no).
     """
     with using(deadline=str(min(_DEADLINE, load_settings().deadline))):
         store = open_store(place) if isinstance(place, str | PathLike) else place
@@ -173,36 +173,36 @@ def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Di
 
 
 class _Examined:
-    """A place, and what was found of it so far."""
+    """A place, and the results of its probes so far."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.found: list[Probe] = []
         self.latency: float | None = None
         self.throughput: float | None = None
-        self.written = False  # so that the probes had files of their own to read
+        self.written = False  # whether the probes can read files of their own
 
-    def ask(self, name: str, probe: Callable[[], str]) -> Status:
-        """Note what a probe says."""
+    def run(self, name: str, probe: Callable[[], str]) -> Status:
+        """Run a probe and record its result."""
         try:
-            said = Probe(name, "ok", probe())
+            result = Probe(name, "ok", probe())
         except (PermissionDenied, UnsupportedError, probes.Missing) as error:
-            said = Probe(name, "missing", str(getattr(error, "message", error)))
+            result = Probe(name, "missing", str(getattr(error, "message", error)))
         except UcformatError as error:
-            said = Probe(name, "failed", error.message)
-        self.found.append(said)
-        return said.status
+            result = Probe(name, "failed", error.message)
+        self.found.append(result)
+        return result.status
 
     def write(self) -> None:
         """Probe with files of our own, and remove them."""
         store, root = self.store, f"ucf-doctor-{secrets.token_hex(8)}"
         above = _missing_folders(store)
         try:
-            self.written = self.ask("write", lambda: probes.write(store, root)) == "ok"
+            self.written = self.run("write", lambda: probes.write(store, root)) == "ok"
             if self.written:
                 self._write_more(root)
             self._clean_up(root, above)
-        except BaseException:  # Ctrl-C above all, which may also have come while this was removed
+        except BaseException:  # above all Ctrl-C, perhaps during the clean-up
             with suppress(UcformatError):
                 _remove(store, root, above)
             raise
@@ -217,29 +217,29 @@ class _Examined:
 
     def _write_more(self, root: str) -> None:
         store, small, large = self.store, f"{root}/small", f"{root}/large"
-        self.ask("list", lambda: probes.list_order(store, root))
-        self.ask("read after write", lambda: probes.read_after_write(store, root))
-        key = large if self.ask("parts", lambda: probes.parts(store, root)) == "ok" else small
-        self.ask("ranges", lambda: probes.ranges(store, key, lambda: store.read(key)))
-        self.ask("put if absent", lambda: probes.put_if_absent(store, root))
-        self.ask("replace", lambda: probes.replace(store, root))
+        self.run("list", lambda: probes.list_order(store, root))
+        self.run("read after write", lambda: probes.read_after_write(store, root))
+        key = large if self.run("parts", lambda: probes.parts(store, root)) == "ok" else small
+        self.run("ranges", lambda: probes.ranges(store, key, lambda: store.read(key)))
+        self.run("put if absent", lambda: probes.put_if_absent(store, root))
+        self.run("replace", lambda: probes.replace(store, root))
         self._measure(small, probes.SMALL, key)
-        self.ask("delete", lambda: probes.delete(store, root))
+        self.run("delete", lambda: probes.delete(store, root))
 
     def read(self) -> None:
-        """Probe with what lies there."""
+        """Probe with existing files."""
         store = self.store
-        listed = self.ask("list", lambda: probes.list_there(store))
-        if listed == "failed":  # it cannot be reached, or there is no such bucket
+        listed = self.run("list", lambda: probes.list_there(store))
+        if listed == "failed":  # the place is unreachable, or the bucket does not exist
             return
 
         def ranges() -> str:
             key, size = probes.find(store, MANIFEST, listed=listed == "ok")
-            said = probes.ranges(store, key, lambda: store.read(key, 0, min(size, _WHOLE)))
+            result = probes.ranges(store, key, lambda: store.read(key, 0, min(size, _WHOLE)))
             self._measure(key, min(size, probes.SMALL), key)
-            return said
+            return result
 
-        self.ask("ranges", ranges)
+        self.run("ranges", ranges)
 
     def _measure(self, small: str, nbytes: int, large: str) -> None:
         with suppress(UcformatError):
@@ -256,12 +256,12 @@ def _missing_folders(store: Store) -> list[Path]:
 
 
 def _remove(store: Store, root: str, above: list[Path]) -> None:
-    """Remove what was written, and the folders that were made for it."""
+    """Remove the probes' files, and the folders that were created for them."""
     store.delete_prefix(root)
     for folder in above:
         try:
             folder.rmdir()
-        except FileNotFoundError:  # an interrupt came before it was made, or it is removed already
+        except FileNotFoundError:  # interrupted before it was created, or removed already
             continue
-        except OSError:  # somebody else uses it by now
+        except OSError:  # another process uses it by now
             break

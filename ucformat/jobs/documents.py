@@ -1,4 +1,4 @@
-"""The documents beside checkpoints, which hold what the catalog knows and the manifest does not; and what they protect.
+"""The documents beside checkpoints, which hold what the catalog records and the manifest does not; and protections.
 
 A checkpoint that is held, tagged, has an alias, or is needed by others is not removed or replaced.
 """
@@ -57,7 +57,7 @@ _log = logging.getLogger("ucformat")
 def write_documents(catalog: Catalog, limit: int | None = _AT_ONCE, *, changed: Collection[int] = ()) -> int:
     """Bring documents up to date: those of changed checkpoints, and the newest others.
 
-    One that cannot be written is a warning, and due again the next time. How many were due.
+    A document that cannot be written is a warning, and due again the next time. Returns the number that were due.
 
     Args:
         catalog: the catalog.
@@ -78,7 +78,7 @@ def read_document(store: Store) -> CatalogDoc | None:
         store: the checkpoint's place.
 
     Raises:
-        IntegrityError: there is one that is none of ours, or of a version that we do not know.
+        IntegrityError: it is invalid, or of an unknown version.
     """
     try:
         data = store.read(CATALOG_DOCUMENT)
@@ -103,7 +103,7 @@ def find_document(store: Store) -> CatalogDoc | None:
 def copy_document(src: Store, dst: Store, checkpoint: str) -> None:
     """Copy the catalog's document beside a checkpoint to a copy that has none; failures are warnings.
 
-    That of one that was deleted is not copied: it would have the copy removed.
+    The document of a deleted checkpoint is not copied: the copy would be purged.
 
     Args:
         src: the checkpoint's place.
@@ -118,7 +118,7 @@ def copy_document(src: Store, dst: Store, checkpoint: str) -> None:
         if there is None or there.id != checkpoint:
             _put(dst, doc.model_dump_json(indent=1).encode(), version)
     except UcformatError as error:
-        _log.warning("what is known of the checkpoint is not beside its copy at %s: %s", dst.url, error.message)
+        _log.warning("the catalog's document was not copied to %s: %s", dst.url, error.message)
 
 
 def _parse(data: bytes, store: Store) -> CatalogDoc:
@@ -127,18 +127,18 @@ def _parse(data: bytes, store: Store) -> CatalogDoc:
     except ValidationError as error:
         raise IntegrityError(
             f"{store.url}/{CATALOG_DOCUMENT} cannot be read, and is left alone: {error.errors()[0]['msg']}",
-            hint="a newer ucformat may know it; if nobody does, move it away",
+            hint="a newer ucformat may be able to read it; otherwise move it away",
         ) from None
 
 
 def _write_everywhere(catalog: Catalog, checkpoint: Stale) -> None:
-    """Write the document of a checkpoint in all places where it lies."""
+    """Write the document of a checkpoint in all its places."""
     revisions = []
     for url in checkpoint.urls:
         try:
             revisions.append(_write(catalog, checkpoint.serial, url))
         except UcformatError as error:
-            _log.warning("what the catalog knows of %s is not kept beside it: %s", url, error.message)
+            _log.warning("the catalog's document beside %s could not be updated: %s", url, error.message)
     if revisions and len(revisions) == len(checkpoint.urls):
         catalog.database.write(lambda c: mark_written(c, checkpoint.serial, min(revisions)))
 
@@ -149,7 +149,7 @@ def _composed(catalog: Catalog, serial: int, url: str) -> CatalogDoc:
 
 
 def _write(catalog: Catalog, serial: int, url: str) -> int:
-    """Write a document at one place, whoever else writes it at the same time; the revision that is there now."""
+    """Write a document at one place, with other writers possible; returns the revision that is there now."""
     store = open_store(url)
     for _ in range(TRIES):
         there, version = _versioned(store)
@@ -172,7 +172,7 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
                 catalog.import_document(doc.id, there, url)
                 doc = _composed(catalog, serial, url)
             if doc.revision <= there.revision <= MAX_REVISION:
-                settle(store, CATALOG_DOCUMENT)  # who wrote it may have been killed before it lasts
+                settle(store, CATALOG_DOCUMENT)  # its writer may have been killed before it was durable
                 _refuse_replacing(store, doc)
                 return there.revision
         try:
@@ -185,16 +185,16 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
 
 
 def _refuse_replacing(store: Store, doc: CatalogDoc) -> None:
-    """Conflict where somebody replaces the checkpoint that a document protects, who may have read it before that.
+    """Raise Conflict if a protected checkpoint is being replaced by a writer that may not have seen the document.
 
-    Whoever replaces it marks his attempt before he reads the document: so he sees what it says, or this sees the mark.
+    A writer marks its attempt before it reads the document: so it sees the document, or this sees the mark.
     """
     if not _protects(doc):
         return
     if others := replacing_attempts(store):
         found = find_manifest(store)
         if found is None or found.id != doc.id or others - {found.attempt}:
-            raise Conflict("the checkpoint there is being replaced, and it is not sure that this keeps it")
+            raise Conflict("the checkpoint there is being replaced, perhaps in spite of this protection")
 
 
 def _protects(doc: CatalogDoc) -> bool:
@@ -202,11 +202,11 @@ def _protects(doc: CatalogDoc) -> bool:
 
 
 def _replaced() -> Conflict:
-    return Conflict("another checkpoint lies there by now", hint="`ucp reindex` makes the catalog know it")
+    return Conflict("there is another checkpoint there by now", hint="`ucp reindex` makes the catalog know it")
 
 
 def _versioned(store: Store) -> tuple[CatalogDoc | None, str | None]:
-    """The document that is there, and the version of the file."""
+    """The current document, and the version of its file."""
     try:
         data, version = store.read_versioned(CATALOG_DOCUMENT)
     except NotFound:
@@ -215,7 +215,7 @@ def _versioned(store: Store) -> tuple[CatalogDoc | None, str | None]:
 
 
 def _put(store: Store, data: bytes, version: str | None) -> None:
-    """Write the document, if the one that was read is still there."""
+    """Write the document if it is unchanged since it was read."""
     if version is None:
         store.put_if_absent(CATALOG_DOCUMENT, data)
         return
@@ -224,19 +224,19 @@ def _put(store: Store, data: bytes, version: str | None) -> None:
     except (
         PermissionDenied,
         UnsupportedError,
-    ):  # object stores cannot: there the last one wins, so look whether it was this one
+    ):  # without conditional writes the last writer wins, so check whether it was this one
         with store.create(CATALOG_DOCUMENT) as out:
             out.write(data)
         store.flush()
         if store.read(CATALOG_DOCUMENT) != data:
-            raise Conflict(f"{store.url}/{CATALOG_DOCUMENT} was written by somebody else, too") from None
+            raise Conflict(f"{store.url}/{CATALOG_DOCUMENT} was written by another process at the same time") from None
 
 
 def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
     """Raise Conflict if something protects the checkpoint at a place from being replaced.
 
-    The same as keeps it from being deleted. By what has the id `new`, the checkpoint itself in another form, only the
-    files are replaced, which others may need.
+    The same protections prevent its deletion. If the id stays the same (`new`), only the files are replaced, so that
+    only dependents matter.
 
     Args:
         store: the place.
@@ -250,13 +250,13 @@ def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
     if why:
         raise Conflict(
             f"the checkpoint {there.id} at {store.url} is not replaced: {'; '.join(why)}",
-            hint="choose another place, or end what protects it (docs/retention.md)",
+            hint="choose another place, or remove the protections (docs/retention.md)",
         )
 
 
 def _beside(store: Store, checkpoint: str) -> tuple[str, ...]:
-    """Who needs files of a place, as is said beside them."""
-    return tuple(needed_by([who for who in dependents_at(store) if who != checkpoint]))
+    """The dependents that are recorded beside the files, as reasons."""
+    return tuple(needed_by([dependent for dependent in dependents_at(store) if dependent != checkpoint]))
 
 
 def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[str, ...]:
@@ -265,7 +265,7 @@ def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[st
     Args:
         url: its place.
         checkpoint: its id.
-        known: whether to ask the catalog too (default: yes).
+        known: whether to query the catalog too (default: yes).
     """
     store = open_store(url)
     try:
@@ -286,7 +286,7 @@ def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[st
 
 
 def _known(url: str, checkpoint: str, *, annotations: bool = True) -> tuple[str, ...]:
-    """What the catalog records, or its error if it is not available; without `annotations` only who needs the files."""
+    """The reasons in the catalog, or its error if it is unavailable; without `annotations` only the dependents."""
     catalog_url = load_settings().catalog_url()
     if catalog_url is None:
         return ()
@@ -297,5 +297,5 @@ def _known(url: str, checkpoint: str, *, annotations: bool = True) -> tuple[str,
             return catalog.protections(checkpoint, url, annotations=annotations)
     except NotFound:  # no catalog yet
         return ()
-    except Exception as error:  # noqa: BLE001 - whatever the database says
-        return (f"the catalog cannot be asked: {getattr(error, 'message', error)}",)
+    except Exception as error:  # noqa: BLE001 - any error of the database
+        return (f"the catalog is unavailable: {getattr(error, 'message', error)}",)

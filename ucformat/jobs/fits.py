@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be resumed under a layout: which rule takes which tensor, what fits none, and why."""
+"""Checks whether a checkpoint can be resumed under a layout: the tensors of each rule, and those that do not fit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Fit", "Misfit", "RuleUse", "fits"]
 
-_RANKS = 64  # of more ranks so many are planned, the first and the last among them
+_MAX_RANKS = 64  # planned ranks, about evenly spaced, with the first and the last
 
 
 @dataclass(frozen=True, slots=True)
 class RuleUse:
-    """A rule, or a step of the view, as errors call it, and the names of the tensors that it takes."""
+    """A rule or a step of the view, as errors name it, and the names of the tensors that it matches."""
 
     rule: str
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a layout makes of a checkpoint; true where every tensor has its place.
+    """The result of applying a layout to a checkpoint; true if every tensor fits.
 
     `memory` is the least and the most that a rank holds, in bytes; None where it does not fit.
     """
@@ -65,7 +65,7 @@ class Fit:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Rules and steps that take no tensor."""
+        """Rules and steps that match no tensor."""
         return tuple(r.rule for r in self.rules if not r.names)
 
 
@@ -78,12 +78,12 @@ def fits(
     """Whether a checkpoint can be resumed under a layout; reads no tensor.
 
     Args:
-        place: a checkpoint, or where one lies.
+        place: a checkpoint, or the place of one.
         layout: the layout, or the path of its file; where it has a view, the tensors are those that it makes.
-        options: what the files of a foreign checkpoint do not say, as `open` takes it.
+        options: facts that the files of a foreign checkpoint lack, as in `open`.
 
     Raises:
-        LayoutError: the layout is none, or its view cannot be made of this checkpoint.
+        LayoutError: the layout is invalid, or its view cannot be made of this checkpoint.
     """
     ck = place if isinstance(place, Checkpoint) else open_reference(place, options=options)
     layout = layout if isinstance(layout, Layout) else Layout.load(layout)
@@ -117,7 +117,7 @@ def fits(
 def _misfits(
     layout: Layout, name: str, infos: list[TensorInfo], groups: Mapping[str, int], rules: tuple[str, ...]
 ) -> list[Misfit]:
-    """What is wrong with one tensor by itself, states with one reason together."""
+    """The misfits of one tensor by itself, with the states of the same reason together."""
     reasons: dict[str, list[str]] = {}
     for info in infos:
         try:
@@ -134,7 +134,7 @@ def _misfits(
 def _memory(bound: BoundLayout) -> tuple[int, int]:
     """The least and the most bytes that a rank holds."""
     infos = {i.key: i for i in bound.tensor_list.tensors}
-    step = max(1, -(-bound.ranks // _RANKS))
+    step = max(1, -(-bound.ranks // _MAX_RANKS))
     held = []
     for rank in {*range(0, bound.ranks, step), bound.ranks - 1}:
         locals_ = ((infos[key].itemsize, bound.local(key, rank)) for key in bound.keys(rank))

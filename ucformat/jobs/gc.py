@@ -1,9 +1,9 @@
-"""Frees storage: purges deleted checkpoints whose grace is over, and attempts that nobody committed.
+"""Frees storage: purges deleted checkpoints whose grace is over, and attempts that were never committed.
 
 Nothing is deleted but the files of attempts that a manifest, attempt record or tombstone names, in folders that are
-provably theirs (`format.attempts`), and what we keep beside them. A tombstone is put before the manifest
-goes, and goes last, so that one who is stopped at any instant leaves either a checkpoint, or a tombstone from which the
-next `collect` goes on.
+provably theirs (`format.attempts`), and the documents of ucformat beside them. A tombstone is written before the
+manifest is deleted, and is itself deleted last: a process that is killed at any instant leaves either a checkpoint, or
+a tombstone from which the next `collect` resumes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ __all__ = ["Collected", "Leftover", "collect", "consult", "purge"]
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What an interrupted writer or purge left at a place: an attempt that nobody committed, or a tombstone.
+    """The leftovers of an interrupted writer or purge: an attempt that was never committed, or a tombstone.
 
-    `attempt` is None for a document of a catalog that lies there alone, written while its checkpoint was removed.
+    `attempt` is None for a catalog's document without a checkpoint, written while that was removed.
     """
 
     url: str
@@ -59,7 +59,7 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What may go (`plan`, `resumed`, `leftovers`), and, if it was applied, what went and what could not."""
+    """What can be removed (`plan`, `resumed`, `leftovers`), and if applied, what was removed and what failed."""
 
     plan: PurgePlan
     resumed: tuple[str, ...]  # ids of checkpoints whose purge was begun before
@@ -80,16 +80,15 @@ def collect(
     """Show what may be removed from storage, and with `apply` remove it.
 
     Args:
-        catalog: whose deleted checkpoints are purged, once their grace is over and if nothing protects them.
-        places: also look below this place, or these, for attempts that nobody committed and nobody wrote to for
-            `grace`.
-        apply: remove it; without, nothing is touched.
-        expect: the id of a plan that was looked at: only if it is still the same, anything is removed.
+        catalog: the catalog; its deleted checkpoints are purged once their grace is over and nothing protects them.
+        places: also search below these places for uncommitted attempts that were not written to for `grace`.
+        apply: remove it; otherwise nothing is touched (default: no).
+        expect: the id of a plan: nothing is removed if the plan has changed (None: any plan).
         grace: for deleted checkpoints that have none of their own, and for attempts.
         progress: called with the checkpoints and attempts done and in all.
 
     Raises:
-        Conflict: the plan is another one than was expected; nothing was removed.
+        Conflict: the plan is not the expected one; nothing was removed.
     """
     resumed = tuple(e.id for e in catalog.find("state = 'purging'"))
     failures: list[str] = []
@@ -101,13 +100,13 @@ def collect(
     if expect is not None and plan.id != expect:
         raise Conflict(
             "what can be removed has changed since the plan was made: nothing was removed",
-            hint="look at the new plan, and apply that",
+            hint="review the new plan, and apply that",
         )
-    asked = [r.id for r in plan.purge]
-    unclear = consult(catalog, asked)
+    planned = [r.id for r in plan.purge]
+    unclear = consult(catalog, planned)
     failures += unclear.values()
-    plan = catalog.purgeable(grace)  # of which others protect some, perhaps; whose grace ends now is for the next time
-    clear = {*asked} - {*unclear}
+    plan = catalog.purgeable(grace)  # without those that other catalogs protect
+    clear = {*planned} - {*unclear}  # not those whose grace has ended only now
     ids = [*resumed, *(r.id for r in plan.purge if r.id in clear)]
     purged = []
     for done, checkpoint in enumerate(ids, 1):
@@ -131,7 +130,7 @@ def collect(
 
 
 def _places(catalog: Catalog, checkpoint: str) -> tuple[int, tuple[str, ...]]:
-    """The serial of the checkpoint of an id, and where it lies."""
+    """The serial of the checkpoint with an id, and its places."""
     with catalog.database.reading() as c:
         serial = resolve(c, Ref(checkpoint, id=checkpoint))
         return serial, tuple(places_of(c, [serial]).get(checkpoint, ()))
@@ -151,7 +150,7 @@ def consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
                 with naming_place(url):
                     _consult(catalog, checkpoint, url)
             except UcformatError as error:
-                unclear[checkpoint] = f"{checkpoint}: others may need it: {error.message}"
+                unclear[checkpoint] = f"{checkpoint}: it may be protected: {error.message}"
     return unclear
 
 
@@ -187,7 +186,7 @@ def purge(catalog: Catalog, checkpoint: str) -> bool:
             gone += [] if found else [url]
     if failures:
         raise UcformatError("; ".join(failures))
-    if needed:  # by who began to after this was planned
+    if needed:  # by dependents that were recorded after the plan
         catalog.database.write(lambda c: stop_purge(c, serial, gone, sorted(needed), make_stamp()))
         return False
     catalog.database.write(lambda c: end_purge(c, serial, make_stamp()))
@@ -197,9 +196,9 @@ def purge(catalog: Catalog, checkpoint: str) -> bool:
 def _leftovers(
     catalog: Catalog, place: str, before: datetime, resumed: Sequence[str], failures: list[str]
 ) -> Iterator[Leftover]:
-    """What is left below a place, and nobody wrote to since; places where that cannot be told are failures.
+    """The leftovers below a place that were last written to before a time; unreadable places are failures.
 
-    Attempts, tombstones of purges that we do not resume, and documents of catalogs without a checkpoint.
+    Attempts, tombstones of purges that are not in `resumed`, and documents of catalogs without a checkpoint.
     """
     store = open_store(place)
     if is_empty(store):
@@ -221,7 +220,7 @@ def _leftovers(
 
 
 def _homes(store: Store) -> tuple[dict[str, list[str]], set[str]]:
-    """The folders in which something may be left, with the attempts there, and those that have a manifest."""
+    """The folders that may have leftovers, with the attempts there, and the folders that have a manifest."""
     homes: dict[str, list[str]] = {}
     committed: set[str] = set()
     documented: set[str] = set()
@@ -242,42 +241,42 @@ def _homes(store: Store) -> tuple[dict[str, list[str]], set[str]]:
 
 
 def _is_of_another(store: Store, root: str, committed: Collection[str]) -> bool:
-    """Whether what looks like a place is among the files of an attempt, or of a checkpoint above it."""
+    """Whether an apparent place is among the files of an attempt, or of a checkpoint above it."""
     if is_inside_attempt(root):
         return True
     parts = root.split("/") if root else []
     for above in ("/".join(parts[:n]) for n in range(len(parts))):
         if above in committed:
             outer = open_store(f"{store.url}/{above}" if above else store.url)
-            there = find_manifest(outer)
-            if there is not None and names_below(outer, there, root[len(above) :].lstrip("/")):
+            manifest = find_manifest(outer)
+            if manifest is not None and names_below(outer, manifest, root[len(above) :].lstrip("/")):
                 return True
     return False
 
 
 def _left_at(home: Store, attempts: Sequence[str], before: datetime, resumed: Sequence[str]) -> list[Leftover]:
-    """What of this is left at one place by those who are gone."""
+    """The leftovers at one place."""
     tombstone, manifest = read_tombstone(home), find_manifest(home)
-    whose = manifest or tombstone
-    found = [_leftover(home, a, before) for a in attempts if whose is None or a != whose.attempt]
+    current = manifest or tombstone
+    found = [_leftover(home, a, before) for a in attempts if current is None or a != current.attempt]
     if tombstone is not None and manifest is None and tombstone.id not in resumed:
-        found.append(_grave(home, tombstone, before))
-    if whose is None and not attempts:
-        found.append(_alone(home, before))
+        found.append(_leftover_purge(home, tombstone, before))
+    if current is None and not attempts:
+        found.append(_leftover_document(home, before))
     return [left for left in found if left is not None]
 
 
 def _leftover(store: Store, attempt: str, before: datetime) -> Leftover | None:
-    """An attempt, if it is one that began and was last written to before this time."""
-    found = _judged(store, attempt, before)
+    """An attempt, if it began and was last written to before this time."""
+    found = _inspect(store, attempt, before)
     return None if found is None else Leftover(store.url, attempt, found.nbytes, found.doc.started)
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
-    """What an attempt was when it was taken for left over: its record, as it stands, and when it was last written to.
+class _Inspected:
+    """A leftover attempt as it was inspected: its record with the raw bytes and version, and its size in bytes.
 
-    `written` is by the clock of the place, in seconds since 1970, if that tells.
+    `written` is the last write by the clock of the place, in seconds since 1970; None if unknown.
     """
 
     doc: AttemptDoc
@@ -287,35 +286,35 @@ class _Judged:
     written: float | None
 
 
-def _judged(store: Store, attempt: str, before: datetime) -> _Judged | None:
+def _inspect(store: Store, attempt: str, before: datetime) -> _Inspected | None:
     key = record_key(attempt)
     try:
         data, version = store.read_versioned(key)
         doc = AttemptDoc.model_validate_json(data)
         own = store.info(key)
     except (ValidationError, NotFound):
-        return None  # not a record of ours
+        return None  # no valid record
     infos = [i for folder in folders_of(attempt) for i in store.list(folder)]
     written = max((i.modified for i in (own, *infos) if i.modified is not None), default=None)
     last = max((doc.removed or doc.started).timestamp(), written or 0.0)
     if doc.attempt != attempt or last > before.timestamp():
         return None
-    return _Judged(doc, data, version, sum(i.size for i in infos), written)
+    return _Inspected(doc, data, version, sum(i.size for i in infos), written)
 
 
-def _grave(store: Store, tombstone: TombstoneDoc, before: datetime) -> Leftover | None:
-    """What is left to be removed of a purge, if that began before this time."""
+def _leftover_purge(store: Store, tombstone: TombstoneDoc, before: datetime) -> Leftover | None:
+    """The rest of an interrupted purge, if that began before this time."""
     infos = [i for folder in folders_of(tombstone.attempt) for i in store.list(folder)]
     own = [store.info(key) for key in (TOMBSTONE, record_key(tombstone.attempt)) if exists(store, key)]
     written = max((i.modified for i in (*own, *infos) if i.modified is not None), default=0.0)
-    if max(tombstone.created.timestamp(), written) > before.timestamp():  # it may name what is being written
+    if max(tombstone.created.timestamp(), written) > before.timestamp():  # its attempt may be being written
         return None
     return Leftover(store.url, tombstone.attempt, sum(i.size for i in infos), tombstone.created)
 
 
-def _alone(store: Store, before: datetime) -> Leftover | None:
-    """The document of a catalog, if it was written before this time and is all that a place has."""
-    with suppress(IntegrityError):  # none of ours
+def _leftover_document(store: Store, before: datetime) -> Leftover | None:
+    """The document of a catalog, if it was written before this time and is the only file of a place."""
+    with suppress(IntegrityError):  # not a valid document
         if orphaned_document(store) is not None:
             info = store.info(CATALOG_DOCUMENT)
             if info.modified is not None and info.modified <= before.timestamp():
@@ -324,10 +323,10 @@ def _alone(store: Store, before: datetime) -> Leftover | None:
 
 
 def _remove_leftover(left: Leftover, before: datetime, grace: timedelta) -> None:
-    """Remove what is left, if it still is what it was."""
+    """Remove a leftover, if it is unchanged."""
     store = open_store(left.url)
     if left.attempt is None:
-        if _alone(store, before) is not None:
+        if _leftover_document(store, before) is not None:
             remove_orphaned_document(store)
         return
     tombstone, manifest = read_tombstone(store), find_manifest(store)
@@ -341,11 +340,11 @@ def _remove_leftover(left: Leftover, before: datetime, grace: timedelta) -> None
 
 
 def _condemn(store: Store, attempt: str, before: datetime, grace: timedelta) -> bool:
-    """Mark an attempt that is still left over as one that nobody continues or commits; False if it may not go.
+    """Mark an attempt, if it is still a leftover, so that no writer resumes or commits it; False if it must stay.
 
-    The place's clock has the last word: ours may be ahead, and take one for left over that is being written.
+    The clock of the place decides: if this host's is ahead, an attempt that is being written looks like a leftover.
     """
-    found = _judged(store, attempt, before)
+    found = _inspect(store, attempt, before)
     if found is None:
         return False
     key = record_key(attempt)
@@ -354,10 +353,10 @@ def _condemn(store: Store, attempt: str, before: datetime, grace: timedelta) -> 
         version = store.replace(key, marked.model_dump_json(indent=1).encode(), found.version)
         now = store.info(key).modified
         young = now is not None and found.written is not None and now - found.written < grace.total_seconds()
-        whose = find_manifest(store)
-        if young or (whose is not None and whose.attempt == attempt):  # it was committed at this instant
+        manifest = find_manifest(store)
+        if young or (manifest is not None and manifest.attempt == attempt):  # committed in the meantime
             store.replace(key, found.data, version)
             return False
-    except (Conflict, NotFound):  # somebody continues it, or removes it, too
+    except (Conflict, NotFound):  # another process resumes or removes it
         return False
     return True

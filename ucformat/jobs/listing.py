@@ -1,12 +1,12 @@
-"""What the listing of a place proves: that files are unchanged, or that they are gone.
+"""Conclusions from the listing of a place: that files are unchanged, or that they are gone.
 
-Files are those that were read if a hash of their listing is the same. Trusted are sizes, inodes, times of modification
-and of change of local files (the last cannot be set), and etags or versions of objects; of a universal checkpoint also
-the manifest's content. Not trusted is a place that tells none of these, and a file that was changed so lately that a
-further change could have the same time.
+Files are unchanged if a hash of their listing is. It covers sizes, inodes, times of modification and of change of local
+files (the last cannot be set), and etags or versions of objects; of a universal checkpoint also the manifest's content.
+There is no hash for a place that has none of these, or for a file that was changed so recently that a further change
+could have the same time.
 
-An object that is not listed is not there. A local folder that is absent or empty looks the same whether its files were
-removed or its disk is not mounted: if the folder above it holds anything else, the disk is there.
+An object that is not listed does not exist. A local folder that is absent or empty looks the same whether its files
+were removed or its disk is not mounted: if the folder above it holds anything else, the disk is there.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = ["check_listed", "check_removed", "is_empty", "listing_hashes"]
 
-_FINE, _COARSE = 0.1, 2.0  # seconds within which a file may change twice at one time: of fine clocks, of full seconds
+_FINE, _COARSE = 0.1, 2.0  # seconds in which two changes may get the same time: fine clocks, whole-second clocks
 
 
 def listing_hashes(store: Store, folders: Sequence[str], infos: Iterable[Info], begun: float) -> Mapping[str, str]:
-    """The hash of each folder that has none of the others inside or around it, and whose files can be trusted.
+    """The hash of each folder that is not nested with others, and whose listing can be trusted.
 
     Args:
-        store: where they lie.
+        store: the store of the folders.
         folders: their keys.
         infos: all files below the root of the store.
-        begun: when these began to be listed, in seconds since 1970.
+        begun: the time when the listing began, in seconds since 1970.
     """
     below: dict[str, list[Info]] = {folder: [] for folder in _without_nested(folders)}
     for info in infos:
@@ -46,12 +46,12 @@ def listing_hashes(store: Store, folders: Sequence[str], infos: Iterable[Info], 
             if above in below:
                 below[above].append(info)
                 break
-    found = {folder: _hash(store, folder, files, begun) for folder, files in below.items()}
-    return {folder: said for folder, said in found.items() if said is not None}
+    hashes = {folder: _hash(store, folder, files, begun) for folder, files in below.items()}
+    return {folder: value for folder, value in hashes.items() if value is not None}
 
 
 def _without_nested(folders: Sequence[str]) -> set[str]:
-    """The folders that have none of the others inside, and are inside of none."""
+    """The folders that neither contain nor are inside of others."""
     chosen = set(folders)
     nested = {f: [a for a in _above(f) if a in chosen] for f in folders}
     return {f for f in chosen if not nested[f]} - {a for above in nested.values() for a in above}
@@ -72,7 +72,7 @@ def _hash(store: Store, folder: str, files: Sequence[Info], begun: float) -> str
         if info.key == (f"{folder}/{MANIFEST}" if folder else MANIFEST):
             try:
                 out.update(store.read(info.key))
-            except UcformatError:  # of which whoever opens it says more
+            except UcformatError:  # opening the checkpoint reports it in full
                 return None
     return out.hexdigest()
 
@@ -94,7 +94,7 @@ def is_empty(store: Store) -> bool:
     """
     try:
         return next(iter(store.list()), None) is None
-    except NotFound:  # a bucket that is gone
+    except NotFound:  # a bucket that was deleted
         return True
 
 
@@ -106,7 +106,7 @@ def check_listed(store: Store, catalog: Catalog) -> None:
         catalog: the catalog.
 
     Raises:
-        NotFound: it may be a disk that is not mounted.
+        NotFound: its disk may not be mounted.
     """
     known = len(catalog.places(store.url))
     absent = isinstance(store, LocalStore) and not Path(store.url).is_dir()
@@ -114,19 +114,19 @@ def check_listed(store: Store, catalog: Catalog) -> None:
         knows = f", and the catalog knows {known} checkpoint{'s' * (known != 1)} there" if known else ""
         raise NotFound(
             f"{store.url} {'does not exist' if absent else 'is empty'}{knows}: is its disk not mounted?",
-            hint=f"mount it; or, if all is gone for good: ucp reindex {store.url} --forget",
+            hint=f"mount it; or, if the checkpoints no longer exist: ucp reindex {store.url} --forget",
         )
 
 
 def check_removed(store: Store, *, begun: bool) -> None:
-    """Refuse to take a place that holds nothing for one that was removed, unless the folder above it is there.
+    """Refuse to treat an empty place as removed, unless the folder above it exists.
 
     Args:
         store: the place.
-        begun: its removal was begun before, so that the folder above may be empty by now.
+        begun: its removal began before, so that the folder above may be empty by now.
 
     Raises:
-        NotFound: it may be on a disk that is not mounted.
+        NotFound: its disk may not be mounted.
     """
     if not isinstance(store, LocalStore):
         return
@@ -134,5 +134,5 @@ def check_removed(store: Store, *, begun: bool) -> None:
     if not above.is_dir() or not (begun or any(p.name != Path(store.url).name for p in above.iterdir())):
         raise NotFound(
             f"there is nothing at {store.url}, nor beside it: is its disk not mounted?",
-            hint=f"mount it; or, if it is gone for good: ucp reindex {store.url} --forget",
+            hint=f"mount it; or, if it no longer exists: ucp reindex {store.url} --forget",
         )

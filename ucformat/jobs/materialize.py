@@ -1,8 +1,8 @@
-"""Makes arrays of a packed or virtual checkpoint, at another place, or in its own, and then replaces it.
+"""Rewrites a packed or virtual checkpoint as arrays, at another place or in place.
 
-The arrays are written under a new attempt, as `convert` writes them: blocks of packed files are compared with their
-checksums as they pass. Files of another checkpoint, whose digests cover them as wholes, are compared first. In place,
-the manifest that was read is replaced, if it still stands, and then the packed files are deleted.
+The arrays are written under a new attempt, as by `convert`: blocks of packed files are compared with their checksums as
+they are read. Files of another checkpoint have digests of whole files, and are compared first. In place, the manifest
+that was read is replaced, if it is unchanged, and then the packed files are deleted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["is_packed", "materialize"]
 
-record_commits()  # whoever imports this: the rooms below know nothing of the catalog
+record_commits()  # on import, because `format` does not depend on the catalog
 
 
 def materialize(
@@ -49,33 +49,32 @@ def materialize(
     verify: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
-    """Make arrays of a packed or virtual checkpoint, in place or as a new checkpoint, and commit them.
+    """Rewrite a packed or virtual checkpoint as arrays, in place or as a new checkpoint, and commit them.
 
-    All else stays: run, step, metrics, config, layout, groups, objects, assets, aliases, producer and lineage. In place
-    the checkpoint keeps its id, too. Nothing is committed unless all bytes that it is made of are what their checksums
-    say. Interrupted at any instant, the packed checkpoint is whole, or the arrays are committed; called again with the
-    same arguments it continues.
+    Everything else is kept: run, step, metrics, config, layout, groups, objects, assets, aliases, producer and lineage;
+    in place also the id. Nothing is committed unless all bytes that are read match their checksums. It is resumable:
+    interrupted at any instant, either the packed checkpoint is whole or the arrays are committed, and a call with the
+    same arguments continues.
 
     Args:
-        src: a checkpoint, or where one lies.
-        dst: where a new checkpoint is to lie, as `convert` makes it. None: in place, and then the packed files are
-            deleted, so that whoever has the packed checkpoint open must open it again. A checkpoint that is arrays
+        src: a checkpoint, or the place of one.
+        dst: the place of a new checkpoint, as in `convert`. None: in place; then the packed files are deleted, and
+            processes that have the packed checkpoint open must open it again. A checkpoint that consists of arrays
             already is then left as it is.
         chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
         shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
-        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
+        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is committed.
         workers: shards written at once (default: one for each core).
-        verify: compare the bytes that are read with the checksums of the files that they lie in, as they pass; files
-            of another checkpoint that were registered with checksums are read once more for it.
-        progress: called with the bytes done and the bytes in all: those of the files that are read once more, and those
-            of the arrays.
+        verify: compare the bytes that are read with the checksums of their files (default: yes); files of another
+            checkpoint that were registered with checksums are read a second time for it.
+        progress: called with the bytes done and the bytes in all: of the files that are read a second time, and of the
+            arrays.
 
     Raises:
-        ChecksumError: a file that it is made of is damaged; the message names the file, and the tensors of a block.
-        Conflict: a checkpoint is committed at `dst` already, or the one that is to be replaced has changed; or a file
-            of the source was changed since it was opened.
-        UnsupportedError: in place, of a foreign checkpoint, or in a place that cannot replace a file only if it is
-            unchanged.
+        ChecksumError: a file of the source is damaged; the message names the file, and the tensors of a block.
+        Conflict: a checkpoint is committed at `dst` already, or the one to be replaced has changed; or a file of the
+            source was changed since it was opened.
+        UnsupportedError: in place, if the checkpoint is foreign or the place has no conditional replacement of files.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     how = How(chunk_bytes, shard_bytes, workers, progress, verify)
@@ -101,12 +100,12 @@ def is_packed(ck: Checkpoint) -> bool:
 
 def _in_place(source: Checkpoint, how: How) -> Checkpoint:
     found = find_watched(source.store)
-    store = source.store if found is None else found.inner  # files that are written are not to stay what they were
+    store = source.store if found is None else found.inner  # without the check for unchanged files, since these change
     before = source.manifest
     if source.viewed or not source.universal:
         raise UnsupportedError(
             f"{source.url} is a checkpoint of {source.kind}, whose files are not replaced",
-            hint="say where the arrays are to lie: `ucp materialize SRC DST`, or materialize(src, dst)",
+            hint="give the place for the arrays: `ucp materialize SRC DST`, or materialize(src, dst)",
         )
     if not is_packed(source):
         settle(store)
@@ -123,7 +122,7 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
         now = find_manifest(store, UcformatError)
         if now is None or now.attempt == before.attempt:
             raise
-        return _overtaken(store, attempt, now, before)  # who committed took away what we read
+        return _overtaken(store, attempt, now, before)  # another commit deleted the files that were being read
     try:
         done = commit(store, attempt, manifest)
     except Conflict:
@@ -132,7 +131,7 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
 
 
 def _overtaken(store: Store, attempt: Attempt, now: Manifest | None, before: Manifest) -> Checkpoint:
-    """What stands instead of the checkpoint that was opened, if it is the same one as arrays."""
+    """The checkpoint that replaced the opened one, if it is the same one as arrays; else Conflict."""
     if now is None or now.attempt != attempt.id:
         abandon(store, attempt.id)
     if now is not None and now.id == before.id:
@@ -141,30 +140,30 @@ def _overtaken(store: Store, attempt: Attempt, now: Manifest | None, before: Man
             return found
     raise Conflict(
         f"the checkpoint {before.id} at {store.url} was replaced or deleted since it was opened",
-        hint="open it again, and see what lies there now",
+        hint="open it again, and check what is there now",
     )
 
 
 def _must_replace(store: Store, attempt: Attempt) -> None:
-    """UnsupportedError, before much is written, where a file cannot be replaced only if it is unchanged."""
+    """Raise UnsupportedError, before much is written, if the place has no conditional replacement of files."""
     record = record_key(attempt.id)
     try:
-        with suppress(Conflict):  # by one who makes the same arrays
+        with suppress(Conflict):  # with another process that writes the same arrays
             store.replace(record, *store.read_versioned(record))
     except (PermissionDenied, UnsupportedError) as error:
         abandon(store, attempt.id)
         raise UnsupportedError(
             f"{error.message}: a checkpoint there cannot be materialised in place",
-            hint="say where the arrays are to lie: `ucp materialize SRC DST`, or materialize(src, dst)",
+            hint="give the place for the arrays: `ucp materialize SRC DST`, or materialize(src, dst)",
         ) from error
 
 
-#: What a manifest says of the files of its attempt; all else is of the checkpoint, whatever its form.
-_OF_FILES = ("attempt", "objects", "assets", "sidecar", "grid", "tensors", "verified")
+#: The fields of a manifest that describe the files of its attempt; the others are the same in every form.
+_FILE_FIELDS = ("attempt", "objects", "assets", "sidecar", "grid", "tensors", "verified")
 
 
 def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tuple[Manifest, Manifest]:
-    """Compare registered files, then write everything; the source's manifest with the new files, and `write`'s."""
+    """Verify registered files, then write all; returns the source's manifest with the new files, and `write`'s."""
     infos = list(source.tensors.values())
     files = _registered(source) if how.verify else []
     total, done = sum(i.nbytes for i in infos), 0
@@ -175,14 +174,14 @@ def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tupl
         done += file.nbytes
         if how.progress is not None:
             how.progress(done, compared + total)
-    if (tell := how.progress) is not None:
-        how = replace(how, progress=lambda written, _: tell(compared + written, compared + total))
+    if (report := how.progress) is not None:
+        how = replace(how, progress=lambda written, _: report(compared + written, compared + total))
     made = write(source, store, attempt, infos, how, {file.file for file in files})
-    changed = {name: getattr(made, name) for name in _OF_FILES}
+    changed = {name: getattr(made, name) for name in _FILE_FIELDS}
     changed["producer"] = {**source.manifest.producer, **made.producer}
     return source.manifest.model_copy(update=changed), made
 
 
 def _registered(source: Checkpoint) -> list[SourceFile]:
-    """The files of another checkpoint that have a digest: a digest of a whole file cannot be made of parts of it."""
+    """The files of another checkpoint that have a digest: that of a whole file cannot be verified from parts of it."""
     return [f for f in source_files(source.universal) if f.doc.digest is not None] if source.universal else []

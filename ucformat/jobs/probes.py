@@ -1,6 +1,6 @@
-"""What a place is asked to do, to see whether it does it: each probe says what it found, or raises what is wrong.
+"""The probes of `ucp doctor`: each returns a sentence about what works, or raises an error about what does not.
 
-All that is written lies below one folder, `root`.
+They write only below one folder, `root`.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ __all__ = [
 ]
 
 SMALL = 1 << 10  # bytes
-_UNIT = 1004  # bytes: parts are multiples of it, as they are of a chunk
+_UNIT = 1004  # bytes: parts are multiples of it, as of a chunk's size
 _SIZE = part_size(_UNIT) + (1 << 20) + 17
 _READ = 8 << 20  # bytes of the read whose throughput is measured
-_AT_ONCE, _ROUNDS = 8, 3  # of those who put one file
-_TIMES = 5
-_LISTED = 1000
+_WRITERS, _ROUNDS = 8, 3  # that race to put one file
+_LATENCY_READS = 5
+_MAX_LISTED = 1000
 _NAMES = ("list/b", "list/a/x", "list/a.b", "list/a-b", "list/B", "list/é", "list/a/0", "list/10", "list/9")
-_READ_HINT = "what is read here cannot be trusted"
+_READ_HINT = "data read from here cannot be trusted"
 
 
 class Missing(Exception):
-    """The place does not offer this."""
+    """The place does not support this."""
 
 
 def _bytes(nbytes: int, seed: int) -> bytes:
@@ -84,13 +84,13 @@ def read_after_write(store: Store, root: str) -> str:
         root: the folder of the probes.
     """
     key = f"{root}/again"
-    _must(not exists(store, key), "a file is seen that nobody wrote")
+    _must(not exists(store, key), "a file exists that was never written")
     for seed in (2, 3):
         data = _bytes(SMALL + seed, seed)
         put_file(store, key, data)
         seen = store.info(key).size == len(data) and store.read(key) == data
-        _must(seen, f"a file that was just written is not read back as it is: {_READ_HINT}")
-    return "what was written is read at once, also where it replaced a file"
+        _must(seen, f"a file that was just written is read back differently: {_READ_HINT}")
+    return "written and replaced files can be read immediately"
 
 
 def list_order(store: Store, root: str) -> str:
@@ -104,8 +104,8 @@ def list_order(store: Store, root: str) -> str:
     for key in wanted:
         put_file(store, key, b"x")
     found = [info.key for info in store.list(f"{root}/list")]
-    _must(found == wanted, f"lists lag behind writes, or are wrong: {len(found)} of {len(wanted)} files were listed")
-    return "what was written is listed at once, in the order of the keys"
+    _must(found == wanted, f"listings lag behind writes, or are wrong: {len(found)} of {len(wanted)} files were listed")
+    return "written files are listed immediately, in the order of their keys"
 
 
 def parts(store: Store, root: str) -> str:
@@ -119,19 +119,19 @@ def parts(store: Store, root: str) -> str:
     with store.create(key, _UNIT) as out:
         for at in range(0, _SIZE, 1 << 20):
             out.write(data[at : at + (1 << 20)])
-        _must(not exists(store, key), "a file is seen before it is whole: an interrupted save could be taken for one")
-    _must(store.info(key).size == _SIZE, "a large file has another size than was written")
+        _must(not exists(store, key), "a file is visible before it is complete: interrupted saves could look finished")
+    _must(store.info(key).size == _SIZE, "a large file does not have the size that was written")
     for at in range(0, _SIZE, _READ):
         found = store.read(key, at, min(_READ, _SIZE - at))
-        _must(found == data[at : at + _READ], "a large file is not what was written: its parts are mixed up")
-    given_up = store.create(f"{root}/given-up", _UNIT)
+        _must(found == data[at : at + _READ], "a large file has wrong content: its parts are mixed up")
+    aborted = store.create(f"{root}/aborted", _UNIT)
     try:
-        given_up.write(data)
+        aborted.write(data)
     finally:
-        given_up.abort()
-    _must(not exists(store, f"{root}/given-up"), "an upload that was given up left a file")
-    what = "is sent in parts, and" if isinstance(store, ObjectStore) else "is written as a stream, and"
-    return f"a file of {_SIZE >> 20} MiB {what} appears as a whole"
+        aborted.abort()
+    _must(not exists(store, f"{root}/aborted"), "an aborted upload left a file")
+    how = "uploaded in parts" if isinstance(store, ObjectStore) else "written as a stream"
+    return f"a file of {_SIZE >> 20} MiB, {how}, appears atomically"
 
 
 def ranges(store: Store, key: str, whole: Callable[[], bytes]) -> str:
@@ -144,22 +144,22 @@ def ranges(store: Store, key: str, whole: Callable[[], bytes]) -> str:
     """
     data = whole()
     size = store.info(key).size
-    _must(len(data) <= size, "a file has another size than it says")
+    _must(len(data) <= size, "a file has more bytes than its reported size")
     for begin, nbytes in ((0, 1), (1, 7), (len(data) // 3, len(data) // 2), (len(data) - 1, 1), (5, 0)):
         wanted = data[begin : begin + nbytes]
         buffers = [memoryview(bytearray(len(wanted) // 2)), memoryview(bytearray(-(-len(wanted) // 2)))]
         store.read_into(key, begin, buffers)
-        _must(b"".join(buffers) == wanted, f"a range of bytes gives others: {_READ_HINT}")
+        _must(b"".join(buffers) == wanted, f"a range of bytes has wrong content: {_READ_HINT}")
     try:
         store.read_into(key, size - 1, [memoryview(bytearray(2))])
     except MissingData:
-        return "ranges are read to the byte, and one past the end is an error"
+        return "byte ranges are exact, and one past the end is an error"
     raise UcformatError(f"a range past the end of a file is no error: {_READ_HINT}")
 
 
-def _at_once(work: Callable[[int], object]) -> int:
-    """How many of several that begin together are not refused."""
-    barrier = threading.Barrier(_AT_ONCE)
+def _count_winners(work: Callable[[int], object]) -> int:
+    """The number of concurrent writers whose write succeeded."""
+    barrier = threading.Barrier(_WRITERS)
 
     def one(number: int) -> bool:
         barrier.wait()
@@ -169,11 +169,11 @@ def _at_once(work: Callable[[int], object]) -> int:
             return False
         return True
 
-    with ThreadPoolExecutor(_AT_ONCE, "ucformat-doctor") as pool:
+    with ThreadPoolExecutor(_WRITERS, "ucformat-doctor") as pool:
         try:
-            return sum(pool.map(one, range(_AT_ONCE)))
+            return sum(pool.map(one, range(_WRITERS)))
         except BaseException:
-            barrier.abort()  # those that began would wait for ever for those that an interrupt kept from beginning
+            barrier.abort()  # else threads would wait forever for others that an interrupt kept from starting
             raise
 
 
@@ -191,13 +191,13 @@ def put_if_absent(store: Store, root: str) -> str:
     except Conflict:
         pass
     else:
-        raise UcformatError("a file is put though it is there: two who commit would not notice each other")
-    _must(store.read(key) == b"first", "a put that was refused changed the file all the same")
+        raise UcformatError("put-if-absent overwrites an existing file: concurrent commits would not notice each other")
+    _must(store.read(key) == b"first", "a put that was refused changed the file")
     for number in range(_ROUNDS):
         race = f"{root}/race-{number}"
-        won = _at_once(lambda i, race=race: store.put_if_absent(race, b"%d" % i))  # type: ignore[misc]
-        _must(won == 1, f"of {_AT_ONCE} who put a file at once, {won} were told that they had: commits are not safe")
-    return f"a file that is there is not put again, and of {_AT_ONCE} at once one wins"
+        won = _count_winners(lambda i, race=race: store.put_if_absent(race, b"%d" % i))  # type: ignore[misc]
+        _must(won == 1, f"{won} of {_WRITERS} concurrent writers succeeded in creating one file: commits are not safe")
+    return f"an existing file is not overwritten, and of {_WRITERS} concurrent writers one succeeds"
 
 
 def replace(store: Store, root: str) -> str:
@@ -215,13 +215,11 @@ def replace(store: Store, root: str) -> str:
     except Conflict:
         pass
     else:
-        raise UcformatError("a file is replaced by one who had not seen it: overwriting could lose a checkpoint")
-    _must(store.read(key) == b"new", "a replacement that was refused changed the file all the same")
-    won = _at_once(lambda i: store.replace(key, b"%d" % i, version))
-    _must(
-        won == 1, f"of {_AT_ONCE} who replaced a file at once, {won} were told that they had: overwriting is not safe"
-    )
-    return f"a file that has changed is not replaced, and of {_AT_ONCE} at once one wins"
+        raise UcformatError("a file is replaced by a writer with an old version: overwriting could lose a checkpoint")
+    _must(store.read(key) == b"new", "a replacement that was refused changed the file")
+    won = _count_winners(lambda i: store.replace(key, b"%d" % i, version))
+    _must(won == 1, f"{won} of {_WRITERS} concurrent writers succeeded in replacing one file: overwriting is not safe")
+    return f"a changed file is not replaced, and of {_WRITERS} concurrent writers one succeeds"
 
 
 def delete(store: Store, root: str) -> str:
@@ -237,8 +235,8 @@ def delete(store: Store, root: str) -> str:
     store.delete(key)  # gone already
     store.delete_prefix(f"{root}/folder")
     gone = not exists(store, key) and next(iter(store.list(f"{root}/folder")), None) is None
-    _must(gone, "what was deleted is still there")
-    return "what is deleted is gone at once"
+    _must(gone, "deleted files are still there")
+    return "deleted files are gone immediately"
 
 
 def list_there(store: Store) -> str:
@@ -247,9 +245,9 @@ def list_there(store: Store) -> str:
     Args:
         store: the place.
     """
-    found = [info.key for info in islice(store.list(), _LISTED)]
-    count = f"the first {_LISTED:,}" if len(found) == _LISTED else f"{len(found):,}"
-    return f"{count} files are listed" if found else "nothing lies there"
+    found = [info.key for info in islice(store.list(), _MAX_LISTED)]
+    count = f"the first {_MAX_LISTED:,}" if len(found) == _MAX_LISTED else f"{len(found):,}"
+    return f"{count} files are listed" if found else "the place is empty"
 
 
 def find(store: Store, usual: str, *, listed: bool) -> tuple[str, int]:
@@ -264,9 +262,9 @@ def find(store: Store, usual: str, *, listed: bool) -> tuple[str, int]:
         return usual, store.info(usual).size
     except NotFound:
         there = store.list() if listed else ()
-        found = max(islice(there, _LISTED), key=lambda i: i.size, default=None)
+        found = max(islice(there, _MAX_LISTED), key=lambda i: i.size, default=None)
     if found is None or not found.size:
-        raise Missing("nothing lies there that could be read: name the place of a checkpoint")
+        raise Missing("there is no file to read: give the place of a checkpoint")
     return found.key, found.size
 
 
@@ -279,11 +277,11 @@ def latency(store: Store, key: str, nbytes: int = SMALL) -> float:
         nbytes: bytes of the range (default 1 KiB).
     """
     taken = []
-    for _ in range(_TIMES):
+    for _ in range(_LATENCY_READS):
         begun = time.perf_counter()
         store.read(key, 0, nbytes)
         taken.append(time.perf_counter() - begun)
-    return 1000 * sorted(taken)[_TIMES // 2]
+    return 1000 * sorted(taken)[_LATENCY_READS // 2]
 
 
 def throughput(store: Store, key: str, size: int) -> float:

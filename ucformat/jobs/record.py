@@ -1,6 +1,6 @@
-"""What is recorded of a job: the lineage of what it made, and its outcome in the catalog.
+"""Records the lineage of the checkpoints that jobs write, and the outcome of jobs in the catalog.
 
-What the catalog cannot record fails no job: `ucp reindex` makes up for it.
+A failure of the catalog fails no job: `ucp reindex` records the checkpoints later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("ucformat")
 
 
 def record_commits() -> None:
-    """Have every commit of this process recorded."""
+    """Record every commit of this process from now on."""
     from ucformat.format.commit import on_commit
 
     if record_commit not in on_commit:
@@ -44,7 +44,7 @@ def record_commit(url: str, manifest: Manifest) -> None:
         manifest: its manifest.
     """
     failed = f"the checkpoint {url} is committed, but not in the catalog"
-    _tell(lambda catalog: catalog.record(manifest, url), failed, f"`ucp reindex {url}` makes up for it")
+    _with_catalog(lambda catalog: catalog.record(manifest, url), failed, f"`ucp reindex {url}` records it")
 
 
 def record_verification(ck: Checkpoint, report: Report) -> None:
@@ -67,7 +67,7 @@ def record_verification(ck: Checkpoint, report: Report) -> None:
                 tool=f"ucformat {__version__}",
             )
 
-    _tell(note, f"the verification of {ck.url} is not in the catalog", "verify it again")
+    _with_catalog(note, f"the verification of {ck.url} is not in the catalog", "verify it again")
 
 
 def contradiction(manifest: Manifest, url: str) -> str | None:
@@ -78,16 +78,16 @@ def contradiction(manifest: Manifest, url: str) -> str | None:
         url: its place.
     """
     found: list[str | None] = [None]
-    _tell(
+    _with_catalog(
         lambda catalog: found.append(catalog.contradiction(manifest, url)),
-        f"the catalog was not asked whether {url} is what it recorded",
+        f"{url} was not compared with the record in the catalog",
         "verify it again",
     )
     return found[-1]
 
 
-def _tell(tell: Callable[[Catalog], object], failed: str, remedy: str) -> None:
-    """Tell the catalog of the settings, unless it is switched off; whatever goes wrong becomes a warning."""
+def _with_catalog(use: Callable[[Catalog], object], failed: str, remedy: str) -> None:
+    """Call a function with the catalog of the settings, unless that is switched off; all errors become warnings."""
     try:
         from ucformat.settings import load_settings
 
@@ -97,17 +97,17 @@ def _tell(tell: Callable[[Catalog], object], failed: str, remedy: str) -> None:
         from ucformat.catalog.catalog import Catalog
 
         with Catalog(url) as catalog:
-            tell(catalog)
-    except Exception as error:  # noqa: BLE001 - what happened has happened, whatever the catalog says
+            use(catalog)
+    except Exception as error:  # noqa: BLE001 - the job itself has succeeded
         _log.warning("%s: %s; %s", failed, getattr(error, "message", error), remedy)
 
 
 def lineage_to(source: Checkpoint, kind: str) -> LineageDoc:
-    """The edge of lineage from what is made of a checkpoint to it.
+    """The edge of lineage from a new checkpoint to its source.
 
     Args:
-        source: the checkpoint, perhaps through a view.
-        kind: what it is to the new one, as in `LineageDoc.kind`.
+        source: the source, perhaps through a view.
+        kind: the kind of edge, as in `LineageDoc.kind`.
     """
     commits = source.universal.manifest.known_commits if source.universal else None
     about = {"url": source.home, "id": Checkpoint(source.origin).id, "engine": dict(source.metadata.engine)}
@@ -115,21 +115,21 @@ def lineage_to(source: Checkpoint, kind: str) -> LineageDoc:
 
 
 def lineage_from(source: Checkpoint, keys: Iterable[Key]) -> tuple[LineageDoc, ...]:
-    """An `average` where a step of a view takes means, a `quantize` where one casts to fewer bytes, else a `convert`.
+    """The lineage of a conversion: `average` if a view takes means, `quantize` if it narrows dtypes, else `convert`.
 
-    What only has other names, shapes or a wider dtype still has every value, and is a conversion. So is a mean that the
-    checkpoint itself asks for (DeepSpeed's `parameter_to_average_patterns`): that is how it is read.
+    New names, shapes or a wider dtype keep every value, and are conversions. So is a mean that the checkpoint itself
+    defines (DeepSpeed's `parameter_to_average_patterns`), since it is part of reading it.
 
     Args:
-        source: what is converted, perhaps through a view.
-        keys: the tensors that are taken; a step whose tensors are left out says nothing.
+        source: the source, perhaps through a view.
+        keys: the tensors that are converted; steps that only compute others are ignored.
     """
     kinds = set()
     if source.viewed:
         for key in keys:
-            for file, said in source.viewed.computed(key):
+            for file, explicit in source.viewed.computed(key):
                 formula = file.formula
-                if said and formula.operation == "mean" and len(formula.inputs) > 1:
+                if explicit and formula.operation == "mean" and len(formula.inputs) > 1:
                     kinds.add("average")
                 if formula.operation == "cast" and any(
                     ITEMSIZE[formula.info.dtype] < ITEMSIZE[view.info.dtype] for view in formula.inputs

@@ -1,4 +1,4 @@
-"""Makes checkpoints known to a catalog from storage alone: one, a tree of them, or all that a lost catalog knew."""
+"""Records existing checkpoints in a catalog from storage alone: one, a tree of them, or all those of a lost catalog."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Failure", "Registered", "Reindexed", "register", "reindex"]
 
 _THREADS = 8
-_AHEAD = 64  # checkpoints that are opened before the first of them is recorded
+_AHEAD = 64  # the most checkpoints that are opened before the first of them is recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What became known (or was known before), and what could not."""
+    """The checkpoints that are now in the catalog (new or known before), and the failures."""
 
     entries: tuple[Entry, ...]
     failures: tuple[Failure, ...]
@@ -61,7 +61,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Reindexed(Registered):
-    """Also `missing`: places below the root where the catalog knew a checkpoint, and none is; and those `forgotten`."""
+    """Also places in the catalog whose checkpoints are `missing` in storage, and those that were `forgotten`: urls."""
 
     missing: tuple[str, ...]
     forgotten: tuple[str, ...]
@@ -77,7 +77,7 @@ class _OpenedCheckpoint:
     keys: tuple[str, ...] | None  # of the files of a foreign one; a universal one's are all below its folder
 
 
-#: A place, what it holds or why that cannot be told, and how many are left.
+#: A place, its checkpoint or the reason why it cannot be opened, and how many places are left.
 _Opened = tuple[str, _OpenedCheckpoint | UcformatError, int]
 
 
@@ -94,30 +94,31 @@ def register(
     options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Registered:
-    """Record the checkpoints in these places, foreign ones as they lie; nothing is converted.
+    """Record the checkpoints in these places, foreign ones in place; nothing is converted.
 
     Args:
-        places: a path or url of a checkpoint, or of a tree in which they lie with `recursive`; or several of them.
-        catalog: where to record them.
-        recursive: search the trees; what looks like a checkpoint and cannot be read is a failure, not an error.
-        run: to which run they belong; by default the folder that a checkpoint's folder is in.
-        config: the configuration of the training, besides what the files of a foreign checkpoint tell.
-        metrics: measured numbers by name, in place of those that are known.
-        rescan: with `recursive`, read what is known, too. Otherwise a checkpoint is not opened whose files have the
-            sizes, inodes and times, or etags, that they had when it was read, and whose manifest is the same.
-        trust_documents: believe what catalogs wrote beside the checkpoints as if it had been said to this one: aliases
-            move, tags go, and what is deleted keeps the grace that it has (docs/security.md). What is known and
-            unchanged is read, too.
-        options: what the files of foreign ones do not say, as `ucformat.open` takes it. It is not recorded: who opens
-            one of them gives it again.
+        places: a path or url of a checkpoint, or with `recursive` of a tree of them; or several of these.
+        catalog: the catalog that records them.
+        recursive: search the trees; a folder that looks like a checkpoint and cannot be read is a failure, not an
+            error.
+        run: the run that they belong to (default: the folder that a checkpoint's folder is in).
+        config: the configuration of the training, in addition to that in the files of a foreign checkpoint.
+        metrics: measured numbers by name, which replace those that are recorded.
+        rescan: with `recursive`, also read known checkpoints. Otherwise a checkpoint is not opened if its files have
+            the same sizes, inodes and times, or etags, as when it was last read, and its manifest is the same.
+        trust_documents: trust the documents of other catalogs beside the checkpoints like changes to this one: aliases
+            move, tags are removed, and deleted checkpoints keep their grace (docs/security.md). Known, unchanged
+            checkpoints are read, too.
+        options: facts that the files of foreign checkpoints lack, as in `ucformat.open`. They are not recorded, and
+            must be given again to open one of these.
         progress: called with the checkpoints done and in all.
 
     Raises:
-        UsageError: `config` for a universal checkpoint, whose manifest says it.
-        NotFound: nothing is at one of the places, or no checkpoint.
+        UsageError: `config` is given for a universal checkpoint, whose manifest has it.
+        NotFound: one of the places is empty, or has no checkpoint.
     """
     places = as_strings(places)
-    trees = [_searched(p) for p in places] if recursive else []
+    trees = [_search_tree(p) for p in places] if recursive else []
     known: dict[str, str] = {}
     for tree in () if rescan or run or config or metrics or options or trust_documents else trees:
         known |= _unchanged(catalog, tree)
@@ -125,25 +126,25 @@ def register(
     opened = below if recursive else _open_all(places, options)
     if config:
         opened = ((root, _with_config(found, config), left) for root, found, left in opened)
-    listed = {t.url(folder): said for t in trees for folder, said in t.listings.items()}
+    listed = {t.url(folder): value for t in trees for folder, value in t.listings.items()}
     how = _How(run, replace_config=bool(config), strict=not recursive, trust=trust_documents)
     done = _record_all(catalog, opened, how, progress, listings=listed)
     for checkpoint in done.ids if metrics else ():
         catalog.metric(checkpoint, metrics or {})
     write_documents(catalog, None)
     entries = _entries(catalog, [*known.values(), *done.ids])
-    if recursive:  # in one order, whatever was passed over
+    if recursive:  # in one order, whichever were skipped
         entries = tuple(sorted(entries, key=lambda e: e.urls))
     return Registered(entries, done.failures)
 
 
 def _unchanged(catalog: Catalog, tree: _Tree) -> dict[str, str]:
-    """The places of a tree whose files are what they were when their checkpoints were read, and the ids of these."""
+    """The places of a tree whose files are unchanged since their checkpoints were read, with the ids of these."""
     known = catalog.listings(tree.store.url)
     found = {}
     for folder in tree.folders:
-        checkpoint, said = known.get(same_url(tree.url(folder)), (None, None))
-        if checkpoint is not None and said == tree.listings.get(folder):
+        checkpoint, listing = known.get(same_url(tree.url(folder)), (None, None))
+        if checkpoint is not None and listing == tree.listings.get(folder):
             found[tree.url(folder)] = checkpoint
     return found
 
@@ -157,21 +158,21 @@ def reindex(
     options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Reindexed:
-    """Record all that lies below a place, with what catalogs wrote beside it, which an empty catalog believes.
+    """Record all checkpoints below a place, with the documents beside them, which an empty catalog trusts.
 
-    What the catalog knew there and is not found, it goes on knowing, so that it protects what it needs: a disk that is
-    not mounted looks like one whose files were removed.
+    Checkpoints that the catalog has there and that are not found stay recorded, so that they protect the files that
+    they need: a disk that is not mounted looks like one whose files were removed.
 
     Args:
         place: a path or url.
-        catalog: what is to know it.
-        forget: forget what is not found. What cannot be read is not forgotten.
-        trust_documents: as `register` has it; so it is in any case where the catalog is empty.
-        options: what the files of foreign ones do not say, as `ucformat.open` takes it.
+        catalog: the catalog that records them.
+        forget: forget checkpoints that are not found (default: no). Unreadable ones are never forgotten.
+        trust_documents: as in `register`; always if the catalog is empty.
+        options: facts that the files of foreign checkpoints lack, as in `ucformat.open`.
         progress: called with the checkpoints done and in all.
 
     Raises:
-        NotFound: without `forget`, nothing is at the place, or it is empty and the catalog knows checkpoints there.
+        NotFound: without `forget`, the place does not exist, or is empty and the catalog knows checkpoints there.
         UcformatError: the place cannot be listed to its end; nothing was recorded or forgotten.
     """
     store = open_store(place)
@@ -182,8 +183,8 @@ def reindex(
     folders = [] if empty else _search(store.list())
     how = _How(trust=trust_documents or not catalog.count(deleted=True))
     done = _record_all(catalog, _open_below(store, folders, options), how, progress)
-    missing, asked = _missing(known, done.present, options)
-    more = _record_all(catalog, asked, how, None)
+    missing, reopened = _missing(known, done.present, options)
+    more = _record_all(catalog, reopened, how, None)
     forgotten = catalog.forget(missing if forget else [])
     write_documents(catalog, None)
     entries = _entries(catalog, [*done.ids, *more.ids])
@@ -193,9 +194,9 @@ def reindex(
 def _missing(
     known: Sequence[LocationEntry], present: Collection[str], options: Mapping[str, Any] | None
 ) -> tuple[list[LocationEntry], list[_Opened]]:
-    """Which known places hold no checkpoint, and what came of asking the others that were not come across.
+    """The known places without a checkpoint, and the results of opening the others that the search did not find.
 
-    So it is with what lies behind a linked folder, or inside of another checkpoint: a search does not go there.
+    A search does not follow linked folders, or look inside of other checkpoints.
     """
     there = {same_url(p) for p in present}
     unseen = {p.url: p for p in known if p.url not in there}
@@ -209,7 +210,7 @@ def _missing(
 
 
 def _entries(catalog: Catalog, ids: Sequence[str]) -> tuple[Entry, ...]:
-    """The checkpoints of these ids as they are now that all is recorded."""
+    """The current entries of these ids."""
     with catalog.database.reading() as c:
         return tuple(load_by_id(c, ids, now()))
 
@@ -217,12 +218,12 @@ def _entries(catalog: Catalog, ids: Sequence[str]) -> tuple[Entry, ...]:
 def _with_config(
     found: _OpenedCheckpoint | UcformatError, config: Mapping[str, Any]
 ) -> _OpenedCheckpoint | UcformatError:
-    """What was found, with the configuration that somebody says."""
+    """An opened checkpoint with the given configuration."""
     if isinstance(found, UcformatError):
         return found
     if found.kind == "ucformat":
         return UsageError(
-            f"{found.url} is a universal checkpoint, and its manifest says its configuration",
+            f"{found.url} is a universal checkpoint, and its manifest has the configuration",
             hint="give --config when it is made: `ucp convert SRC DST --config FILE`",
         )
     manifest = found.manifest.model_copy(update={"config": with_config(found.manifest.config, config)})
@@ -238,7 +239,7 @@ class _Done:
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """How to record: in which run, with a configuration that was said, and what cannot be as an error if `strict`."""
+    """How to record: the run, whether a configuration was given, and whether failures are errors (`strict`)."""
 
     run: str | None = None
     replace_config: bool = False
@@ -254,7 +255,7 @@ def _record_all(
     *,
     listings: Mapping[str, str] | None = None,
 ) -> _Done:
-    """Record what was opened; what could not be opened or recorded is a failure, or if that is strict an error."""
+    """Record opened checkpoints; one that could not be opened or recorded is a failure, or if `strict` an error."""
     ids, failures, present = [], [], set()
     for done, (root, found, left) in enumerate(opened, 1):
         try:
@@ -276,7 +277,7 @@ def _record_all(
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """A place, the folders below it that look like checkpoints, and what the files of some are (see `listing`)."""
+    """A place, the folders below it that look like checkpoints, and the hashes of their listings (see `listing`)."""
 
     store: Store
     folders: list[str]
@@ -286,8 +287,8 @@ class _Tree:
         return f"{self.store.url}/{folder}" if folder else self.store.url
 
 
-def _searched(place: str) -> _Tree:
-    """A place, and the folders below it that look like checkpoints, of which there must be one."""
+def _search_tree(place: str) -> _Tree:
+    """Search a place for folders that look like checkpoints; NotFound if there are none."""
     store, begun = open_store(place), time.time()
     infos = list(store.list())
     folders = _search(infos)
@@ -309,10 +310,10 @@ def _search(infos: Iterable[Info]) -> list[str]:
 
 
 def _open_below(store: Store, folders: list[str], options: Mapping[str, Any] | None) -> Iterator[_Opened]:
-    """Open the folders of a place that look like checkpoints, and not what is part of one.
+    """Open the folders of a place that look like checkpoints, except those that are part of another.
 
-    What lies inside of a folder that turns out to be none is opened after it: anybody may call a file manifest.json. So
-    is what lies beside the files of a foreign one: `checkpoint-500/` next to the model that the run ended with.
+    Folders inside of one that turns out not to be a checkpoint are opened after it: any program may write a
+    manifest.json. So are folders beside the files of a foreign one: `checkpoint-500/` next to the final model of a run.
     """
     while folders:
         inside: dict[str, list[str]] = {}  # of each outermost one
@@ -356,7 +357,7 @@ def _try_open(root: str, options: Mapping[str, Any] | None) -> _OpenedCheckpoint
 
 
 def _open(root: str, options: Mapping[str, Any] | None) -> _OpenedCheckpoint:
-    if options and exists(open_store(root), MANIFEST):  # it says all itself
+    if options and exists(open_store(root), MANIFEST):  # a universal checkpoint takes none
         options = None
     ck = open_checkpoint(root, options=options)
     doc = find_document(open_store(ck.home))
@@ -382,6 +383,6 @@ def _record(catalog: Catalog, found: _OpenedCheckpoint, how: _How, listing: str 
     entry = catalog.record(found.manifest, found.url, replace_config=how.replace_config, **about)
     if found.doc is not None:
         entry = catalog.import_document(entry.id, found.doc, found.url, trust=how.trust)
-    if how.run is not None and entry.run != how.run:  # the document says another, but not as loud
+    if how.run is not None and entry.run != how.run:  # the option overrides the document
         entry = catalog.record(found.manifest, found.url, kind=found.kind, run=how.run)
     return entry

@@ -1,9 +1,9 @@
-"""Removes one checkpoint from one place, so that one who is stopped at any instant leaves it whole, or goes on.
+"""Removes one checkpoint from one place: interrupted at any instant, it is whole, or the removal is resumable.
 
-A tombstone names the attempt that goes. It is put first, and removed last; between the two goes the manifest, before
-all else. When it is put, and before the manifest goes, those are asked for who need the files (`jobs/dependents.py`):
-if there is one, the tombstone is taken away again. Of several who remove a checkpoint at once, each goes by the
-tombstone's stage.
+A tombstone names the attempt that is removed. It is written first and deleted last; between the two the manifest is
+deleted before all other files. After the tombstone is written, and before the manifest is deleted, the dependents are
+listed (`jobs/dependents.py`): if there is one, the tombstone is deleted again. Concurrent removals of a checkpoint
+coordinate by the tombstone's stage.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def remove(store: Store, checkpoint: str) -> tuple[str, ...]:
         checkpoint: the checkpoint's id.
 
     Returns:
-        because of whom it stays: the ids of those who need its files.
+        The ids of the dependents that prevent the removal; empty if it was removed.
     """
     needed = _remove(store, checkpoint)
     store.prune("")
@@ -62,25 +62,25 @@ def _remove(store: Store, checkpoint: str) -> tuple[str, ...]:
     try:
         manifest, version = read_manifest(store)
     except NotACheckpoint:
-        tombstone = tombstone or read_tombstone(store)  # somebody else may have put it since, and the manifest gone
+        tombstone = tombstone or read_tombstone(store)  # another process may have removed the manifest since
         if tombstone is None:
             check_removed(store, begun=True)
-            store.delete(TOMBSTONE)  # an interrupted purge ended here, or somebody else removed it: that it lasts
+            store.delete(TOMBSTONE)  # durably, after an interrupted or concurrent purge
             store.flush()
             store.sweep()
-        elif tombstone.id == checkpoint:  # of an interrupted purge: nobody writes here until it is done
+        elif tombstone.id == checkpoint:  # of an interrupted purge: writers wait until it is done
             bury(store, tombstone)
         return ()
     if manifest.id == checkpoint:
         return _remove_this(store, manifest, version)
-    if tombstone is not None and tombstone.id == checkpoint:  # another one replaced it, and removed its files
+    if tombstone is not None and tombstone.id == checkpoint:  # replaced by another, and its files removed
         store.delete(TOMBSTONE)
     return ()
 
 
 def _remove_this(store: Store, manifest: Manifest, version: str) -> tuple[str, ...]:
-    """Put the tombstone, take the manifest away, and then all else, unless somebody needs it: who."""
-    refuse_others(store, manifest.attempt, None)  # before anything is gone
+    """Write the tombstone, then delete the manifest and all else; returns the dependents if there are any."""
+    refuse_others(store, manifest.attempt, None)  # before anything is deleted
     tombstone = TombstoneDoc(id=manifest.id, attempt=manifest.attempt, created=make_stamp().now)
     try:
         needed = _settle(store, tombstone)
@@ -89,21 +89,21 @@ def _remove_this(store: Store, manifest: Manifest, version: str) -> tuple[str, .
             raise
         needed = _dependents(store, tombstone)
         if not needed:
-            _delete_manifest(store, version)  # which makes room for it
-            with suppress(UcformatError):  # if not even that does, others write there, and what goes now makes more
+            _delete_manifest(store, version)  # to make room for the tombstone
+            with suppress(UcformatError):  # if others filled that room, the files that are deleted next make more
                 _put(store, tombstone)
             bury(store, tombstone)
     else:
-        if not needed and _end(store, tombstone, version):
+        if not needed and _take_manifest(store, tombstone, version):
             bury(store, tombstone)
     return needed
 
 
 def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
-    """Put the tombstone, and ask who needs the files: where nobody does, that is settled; else it goes again.
+    """Write the tombstone, and list the dependents: if there are none it is settled, else it is withdrawn.
 
-    Whoever begins to need them now sees the tombstone. It goes only as long as nothing is settled: nobody takes it away
-    from one who has asked before, and is about to remove the files.
+    New dependents see the tombstone. Only one that is not settled is withdrawn: otherwise another process that found no
+    dependents before may be about to remove the files.
     """
     for _ in range(TRIES):
         there, version = _put(store, tombstone)
@@ -113,7 +113,7 @@ def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
         stage = "withdrawn" if needed or there.stage == "withdrawn" else "settled"
         try:
             store.replace(TOMBSTONE, _dump(tombstone.model_copy(update={"stage": stage})), version)
-        except Conflict:  # somebody else removes the checkpoint, too
+        except Conflict:  # another process removes the checkpoint, too
             continue
         except UcformatError as error:
             if not isinstance(error, PermissionDenied | UnsupportedError) and not _is_full(error):
@@ -126,20 +126,20 @@ def _settle(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
 
 
 def _dependents(store: Store, tombstone: TombstoneDoc) -> tuple[str, ...]:
-    return tuple(who for who in dependents_at(store) if who != tombstone.id)
+    return tuple(dependent for dependent in dependents_at(store) if dependent != tombstone.id)
 
 
 def _put(store: Store, tombstone: TombstoneDoc) -> tuple[TombstoneDoc, str]:
-    """Put the tombstone, unless there is one of this checkpoint; the one that is there, and its version."""
+    """Write the tombstone, unless this checkpoint has one; returns the one that is there, and its version."""
     data = _dump(tombstone)
     try:
         return tombstone, store.put_if_absent(TOMBSTONE, data)
     except Conflict:
         try:
-            there, version = store.read_versioned(TOMBSTONE)
-        except NotFound:  # taken away at this instant
+            current, version = store.read_versioned(TOMBSTONE)
+        except NotFound:  # withdrawn in the meantime
             return _put(store, tombstone)
-        found = _parse(there, store)
+        found = _parse(current, store)
         if found.id != tombstone.id:
             raise
         return found, version
@@ -149,8 +149,8 @@ def _dump(tombstone: TombstoneDoc) -> bytes:
     return tombstone.model_dump_json(indent=1).encode()
 
 
-def _end(store: Store, tombstone: TombstoneDoc, version: str) -> bool:
-    """Take the manifest away; False if another one replaced it at this instant."""
+def _take_manifest(store: Store, tombstone: TombstoneDoc, version: str) -> bool:
+    """Remove the manifest; False if another checkpoint replaced it in the meantime."""
     try:
         _replace_manifest(store, _dump(tombstone), version)
     except Conflict:
@@ -160,14 +160,14 @@ def _end(store: Store, tombstone: TombstoneDoc, version: str) -> bool:
         if now is not None:
             store.delete(TOMBSTONE)
             return False
-    return True  # if the manifest is gone, somebody else removes the checkpoint, too
+    return True  # if the manifest is gone, another process removes the checkpoint, too
 
 
 def _replace_manifest(store: Store, data: bytes, version: str) -> None:
-    """Take the manifest away, if it is still this one."""
+    """Replace the manifest by the tombstone, or delete it, if it is unchanged."""
     try:
         store.replace(MANIFEST, data, version)
-    except (PermissionDenied, UnsupportedError):  # then nobody can replace it here
+    except (PermissionDenied, UnsupportedError):  # then no other process can replace it either
         store.delete(MANIFEST)
         store.flush()
     except UcformatError as error:
@@ -177,15 +177,15 @@ def _replace_manifest(store: Store, data: bytes, version: str) -> None:
 
 
 def _delete_manifest(store: Store, version: str) -> None:
-    """Delete the manifest, where there is no room to replace it by anything."""
+    """Delete the manifest if it is unchanged, where there is no room to replace it."""
     if store.read_versioned(MANIFEST)[1] != version:
-        raise Conflict(f"{store.url}/{MANIFEST} was changed by somebody else since it was read")
+        raise Conflict(f"{store.url}/{MANIFEST} was changed by another process since it was read")
     store.delete(MANIFEST)
-    store.flush()  # before anything goes that it names
+    store.flush()  # before any file that it names is deleted
 
 
 def _is_full(error: UcformatError) -> bool:
-    """Whether there was no room for what was to be written."""
+    """Whether a write failed because the disk or the quota is full."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -200,7 +200,7 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
         if is_tombstone(store.read(MANIFEST)):
             store.delete(MANIFEST)
     abandon(store, tombstone.attempt)
-    with suppress(IntegrityError):  # what is no document of ours stays, as does one of another checkpoint
+    with suppress(IntegrityError):  # an invalid document stays, as does one of another checkpoint
         doc = read_document(store)
         if doc is not None and doc.id == tombstone.id:
             store.delete(CATALOG_DOCUMENT)
@@ -213,19 +213,19 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
 
 
 def orphaned_document(store: Store) -> CatalogDoc | None:
-    """The catalog's document, if the place has nothing else: it was written when its checkpoint had just gone.
+    """The catalog's document if the place has no other file: it was written just after its checkpoint was removed.
 
     Args:
         store: the place.
 
     Raises:
-        IntegrityError: it is none of ours.
+        IntegrityError: it is invalid.
     """
     return read_document(store) if _keys(store) == {CATALOG_DOCUMENT} else None
 
 
 def remove_orphaned_document(store: Store) -> None:
-    """Remove such a document, unless another writer begins a checkpoint at the place.
+    """Remove an orphaned document, unless a writer begins a checkpoint at the place.
 
     Args:
         store: the place.
@@ -233,10 +233,10 @@ def remove_orphaned_document(store: Store) -> None:
     doc = orphaned_document(store)
     if doc is None:
         return
-    nobody = hashlib.sha256(doc.id.encode()).hexdigest()[:20]  # an attempt that has no files
-    tombstone = TombstoneDoc(id=doc.id, attempt=nobody, created=make_stamp().now)
+    attempt = hashlib.sha256(doc.id.encode()).hexdigest()[:20]  # one without files
+    tombstone = TombstoneDoc(id=doc.id, attempt=attempt, created=make_stamp().now)
     store.put_if_absent(TOMBSTONE, _dump(tombstone))
-    if _keys(store) == {CATALOG_DOCUMENT, TOMBSTONE}:  # who begins from now on sees the tombstone
+    if _keys(store) == {CATALOG_DOCUMENT, TOMBSTONE}:  # new writers see the tombstone
         bury(store, tombstone)
         store.prune("")
     else:
@@ -244,7 +244,7 @@ def remove_orphaned_document(store: Store) -> None:
 
 
 def _keys(store: Store) -> set[str]:
-    """The keys of a place, no more than three."""
+    """The first three keys of a place."""
     return {info.key for info in islice(store.list(), 3)}
 
 
@@ -266,5 +266,5 @@ def _parse(data: bytes, store: Store) -> TombstoneDoc:
     except ValidationError:
         raise IntegrityError(
             f"{store.url}/{TOMBSTONE} cannot be read",
-            hint="look at it; delete the checkpoint's folder by hand if it may go",
+            hint="inspect it; delete the checkpoint's folder by hand if it is not needed",
         ) from None

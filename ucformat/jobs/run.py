@@ -26,12 +26,12 @@ R = TypeVar("R")
 
 
 def default_workers() -> int:
-    """Tasks at once unless told otherwise: one for each core, at most 16."""
+    """The default number of concurrent tasks: one for each core, at most 16."""
     return min(16, len(os.sched_getaffinity(0)))
 
 
 def workers_for(*stores: Store) -> int:
-    """The number of tasks at once for stores: one for each core, and at least eight for object stores.
+    """The number of concurrent tasks for stores: one for each core, and at least eight for object stores.
 
     Args:
         stores: the stores that the tasks read or write.
@@ -42,12 +42,12 @@ def workers_for(*stores: Store) -> int:
 def run(function: Callable[[T], R], tasks: Iterable[T], workers: int | None = None) -> Iterator[tuple[T, R]]:
     """Run tasks in threads, and yield each with its result as it ends.
 
-    At the first error, or when the caller stops listening, no further task is begun; those that run are let end.
+    After the first error, or when the caller stops iterating, no further task is started; running ones are completed.
 
     Args:
         function: called with each task.
         tasks: the tasks.
-        workers: tasks at once (default: one for each core, at most 16).
+        workers: concurrent tasks (default: one for each core, at most 16).
     """
     count = workers or default_workers()
     todo = iter(tasks)
@@ -68,10 +68,10 @@ def run(function: Callable[[T], R], tasks: Iterable[T], workers: int | None = No
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was verified, and what is wrong with it; true where nothing is.
+    """The result of a verification; true if there are no problems.
 
-    `bytes_verified` were compared with a checksum; of `bytes_unverified` it is only known that they are there. In the
-    places `unprotected` lie files of a virtual checkpoint, and nothing there says that they are needed.
+    `bytes_verified` were compared with a checksum; `bytes_unverified` were only found to exist. `unprotected` are
+    places with files of a virtual checkpoint that have no record that it needs them.
     """
 
     url: str
@@ -86,7 +86,7 @@ class Report:
         return not self.problems
 
     def raise_if_damaged(self) -> None:
-        """ChecksumError that names every problem, if there is one."""
+        """Raise ChecksumError with all problems, if there are any."""
         if self.problems:
             raise ChecksumError(
                 f"{self.url} is damaged:\n  " + "\n  ".join(map(str, self.problems)),
@@ -106,9 +106,9 @@ def naming_place(place: str) -> Iterator[None]:
     except UcformatError:
         raise
     except MemoryError as error:
-        raise UcformatError(f"{place}: out of memory", hint="do this where there is more of it") from error
+        raise UcformatError(f"{place}: out of memory", hint="run it on a machine with more memory") from error
     except Exception as error:
         raise UcformatError(
             f"{place} makes ucformat fail: {type(error).__name__}: {error}",
-            hint="that is a fault of ucformat's: please report it, with the small files of that place",
+            hint="this is a bug in ucformat: please report it, with the small files of that place",
         ) from error

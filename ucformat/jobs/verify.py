@@ -1,4 +1,4 @@
-"""Verifies a checkpoint: every byte that it speaks of is read, and compared with what is known of it."""
+"""Verifies a checkpoint: reads every byte of it, and compares these with their checksums and digests."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from ucformat.sources.base import OpenSource
     from ucformat.storage.base import Store
 
-    _Replicated = tuple[TensorInfo, tuple[Extent, ...]]  # of which some are of one box
+    _Replicated = tuple[TensorInfo, tuple[Extent, ...]]  # several extents have the same box
 
 __all__ = ["Problem", "verify"]
 
-_BLOCK = 4 << 20  # bytes of a record that are held at once
-_NAMED = 5  # of the tensors in a damaged record, so many are named
+_BLOCK = 4 << 20  # bytes of a record that are read at once
+_MAX_NAMED = 5  # tensors in a damaged record, named in the message
 
 
 def verify(
@@ -59,24 +59,24 @@ def verify(
 ) -> Report:
     """Read every byte of a checkpoint and compare it with its checksums and digests.
 
-    Whether the manifest and the sidecar are consistent, the extents cover their tensors, and replicas are equal is
-    asked too. Of a foreign checkpoint: that every extent lies inside its file, and the CRC-32 of every record of its
-    zip files that has one (torch computes them unless it is told not to). The catalog, if it knows the checkpoint,
-    is told what was found.
+    It also checks that the manifest and the sidecar are consistent, that the extents cover their tensors, and that
+    replicas are equal. For a foreign checkpoint it checks that every extent is inside its file, and the CRC-32 of every
+    zip record that has one (torch writes them by default). The result is recorded in the catalog if that knows the
+    checkpoint.
 
     Args:
-        place: a checkpoint, or where one lies.
+        place: a checkpoint, or the place of one.
         workers: files read at once (default: one for each core; for object stores eight at least).
-        options: what the files of a foreign checkpoint do not say, as `open` takes it.
+        options: facts that the files of a foreign checkpoint lack, as in `open`.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
-        NotACheckpoint: nothing is committed there.
+        NotACheckpoint: there is no committed checkpoint.
         AmbiguousLayout: the files of a foreign checkpoint can be read in two ways.
     """
     try:
         ck = place if isinstance(place, Checkpoint) else open_reference(place, options=options)
-    except Inconsistent as error:  # what it says cannot be, so that there is nothing to compare its bytes with
+    except Inconsistent as error:  # its metadata contradict themselves, so there are no valid checksums
         named = tuple(p for p in error.problems if isinstance(p, Problem))
         return Report(str(getattr(place, "url", place)), Universal.kind, 0, 0, 0, named)
     replicated: list[_Replicated] = []
@@ -113,7 +113,7 @@ def verify(
 def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Check]:
     store = source.store
     for item in items(source):
-        yield Check.of(item, store, () if isinstance(item, ShardFile) else (UcformatError,))  # a shard knows its own
+        yield Check.of(item, store, () if isinstance(item, ShardFile) else (UcformatError,))  # a shard has its own
     wrong, sidecar = _structure(source)
     yield Check(0, lambda: (b"", wrong))
     unsound = {(p.name, p.state) for p in wrong}
@@ -141,22 +141,22 @@ def _run(e: Extent, itemsize: int) -> tuple[int, int]:
 
 
 def _between(store: Store, file: str, held: list[tuple[int, int]]) -> list[Problem]:
-    """Whether the bytes that align what lies in a packed file are the zeros that the format says."""
+    """The problems of the padding in a packed file, which must be zeros."""
     try:
         size, end = store.info(file).size, 0
         for start, stop in [*sorted(held), (size, size)]:
             if 0 < min(start, size) - end < ALIGNMENT and any(store.read(file, end, start - end)):
-                return [Problem(file, f"bytes between {end} and {start}, which only align, are not zero")]
+                return [Problem(file, f"padding bytes between {end} and {start} are not zero")]
             end = max(end, stop)
     except NotFound:
-        return []  # said of the tensors that lie in it
+        return []  # reported for the tensors in it
     except UcformatError as error:
         return [Problem(file, error.message)]
     return []
 
 
 def _structure(source: Universal) -> tuple[list[Problem], Sidecar | None]:
-    """What is wrong with what the checkpoint says of itself, and the sidecar if it can be believed."""
+    """The problems of the metadata, and the sidecar if it is valid."""
     doc = source.manifest.sidecar
     if doc is None or checked(ListedFile(doc), source.store)[1]:  # its damage is reported with that of the other files
         return list(structural(source.manifest, None)), None
@@ -181,7 +181,7 @@ def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[Check]:
             except (IntegrityError, CoverageError) as error:
                 extents, reason = [], error.message
             if reason is not None:
-                wrong = [] if reason in named else [Problem(ck.home, reason, *key)]  # a file that cannot be read: once
+                wrong = [] if reason in named else [Problem(ck.home, reason, *key)]  # once per unreadable file
                 named.add(reason)
                 yield Check(0, lambda w=wrong: (b"", w))  # type: ignore[misc]
                 continue
@@ -193,7 +193,7 @@ def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[Check]:
 
 
 def _record(source: OpenSource, record: FileRecord) -> list[Problem]:
-    """Whether a record is what its CRC-32 says; read in blocks."""
+    """The problems of a record, whose CRC-32 is computed in blocks."""
     try:
         start, crc = record.locate(), 0
         if record.crc32 is None:
@@ -211,14 +211,15 @@ def _record(source: OpenSource, record: FileRecord) -> list[Problem]:
     reason = f"the CRC-32 of its record {record.name} differs"
     if len(held) == 1:
         return [Problem(record.file, reason, held[0].name, held[0].state)]
-    named = ", ".join(map(str, held[:_NAMED])) + (f" and {len(held) - _NAMED} more" if len(held) > _NAMED else "")
+    more = f" and {len(held) - _MAX_NAMED} more" if len(held) > _MAX_NAMED else ""
+    named = ", ".join(map(str, held[:_MAX_NAMED])) + more
     return [Problem(record.file, f"{reason}; it holds {named}" if held else reason)]
 
 
 def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterator[Key]:
-    """The tensors that have bytes between these of a file."""
+    """The tensors that have bytes in a range of a file."""
     for info in source.metadata.tensor_list.tensors:
-        with suppress(IntegrityError, CoverageError):  # that is a problem of its own
+        with suppress(IntegrityError, CoverageError):  # reported as a problem of its own
             for e in source.extents(info.key):
                 if e.file == file and e.box.size and e.offset < stop and e.last + info.itemsize > start:
                     yield info.key
@@ -228,7 +229,7 @@ def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterato
 def _extents(
     store: Store, info: TensorInfo, nbytes: int, extents: list[Extent], replicated: list[_Replicated]
 ) -> Check:
-    """A check of a tensor that is not an array: of its blocks where it has some, else that its bytes are there."""
+    """A check of a tensor that is not an array: of its blocks, and that bytes without a block exist."""
     key = info.key
     blocks = {(e.file, e.block) for e in extents if e.block is not None}
     verified = min(nbytes, sum(b.nbytes for _, b in blocks))
@@ -257,6 +258,6 @@ def _extents(
 
 
 def _unequal(store: Store, damaged: Collection[str], of: _Replicated) -> list[Problem]:
-    """Which replicas of a tensor differ; those in files that are damaged do, and were named."""
+    """The replicas of a tensor that differ, except in damaged files, which are reported already."""
     info, extents = of
     return list(unequal_replicas(store, info, (e for e in extents if e.file not in damaged)))

@@ -36,14 +36,14 @@ _THREADS = 8
 
 
 class VirtualExtents:
-    """The extents of tensors in the files of another checkpoint, and what these files are called in a virtual one.
+    """The extents of tensors in the files of another checkpoint, and the keys of these files in a virtual one.
 
     Attributes:
         infos: the tensors.
-        extents: those of each tensor.
-        roots: the urls of the places in which the files are.
+        extents: the extents of each tensor.
+        roots: the urls of the places that hold the files.
         files: a key of the source -> the file's key in the virtual checkpoint.
-        origin: the store and the key in it of each file.
+        origin: the store and the key of each file.
     """
 
     def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> None:
@@ -65,7 +65,7 @@ class VirtualExtents:
 
     @cached_property
     def homes(self) -> tuple[Home, ...]:
-        """The places in which it has to be said that the files are needed."""
+        """The places where the files must be recorded as needed."""
         return find_homes(self.origin)
 
     def _place(self, info: TensorInfo, extent: Extent) -> Extent:
@@ -102,7 +102,7 @@ def put_sidecar(
 ) -> tuple[SidecarDoc, tuple[TensorDoc, ...]]:
     """Write the sidecar of a virtual checkpoint, and allow this user to read the files that it refers to.
 
-    First it is said beside their files that these are needed, unless that cannot be, and they may be `unprotected`.
+    First it records beside the files that they are needed, unless that is impossible and `unprotected` is true.
 
     Args:
         source: the checkpoint that has the files.
@@ -114,16 +114,16 @@ def put_sidecar(
         progress: called with the bytes done and the bytes in all.
 
     Raises:
-        Conflict: what the files belong to is being removed or replaced.
-        PermissionDenied: it cannot be said there.
+        Conflict: the checkpoint of the files is being removed or replaced.
+        PermissionDenied: the need cannot be recorded there.
     """
     for root in placed.roots:
         allow_root(root)
     need(placed.homes, str(attempt.keeps), store.url, unprotected=unprotected)
     doc = put_file(store, f"{attempt.folder('data')}/extents.safetensors", encode(placed.extents))
-    sources = _sources(placed, progress, checksums=checksums)  # of files that are there although they are needed
+    sources = _sources(placed, progress, checksums=checksums)  # after they are protected, so that they cannot disappear
     if (watching := find_watched(source.store)) is not None:
-        for file in placed.files:  # of many, sizes alone were read
+        for file in placed.files:  # reading many files checks only their sizes
             watching.note(file)
     sidecar = SidecarDoc(**doc.model_dump(), roots=tuple(placed.roots), sources=sources)
     docs = (TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in placed.infos)
@@ -133,7 +133,7 @@ def put_sidecar(
 def _sources(
     placed: VirtualExtents, progress: Callable[[int, int], None] | None, *, checksums: bool
 ) -> tuple[SourceFileDoc, ...]:
-    """The files as they are now."""
+    """The current state of the files."""
     infos = [store.info(key) for store, key in placed.origin]
     digests: Iterable[str | None] = repeat(None)
     if checksums:

@@ -168,10 +168,10 @@ class CheckpointMetadata:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Bytes of a file that one checksum covers; `crc32` is None if the writer computed none.
+    """A range of `nbytes` bytes of a file with its own checksum; `crc32` is None if the writer computed none.
 
-    `locate` returns the byte of the file where they begin, which it may have to read; it is after `near` and before any
-    other record's `near`.
+    `locate` returns the offset of its first byte in the file, and may read the file to find it. The offset is above
+    `near`, and below the `near` of any later record.
     """
 
     file: str
@@ -183,16 +183,16 @@ class FileRecord:
 
 
 class Readable(Protocol):
-    """An interface for reading tensors, which opened checkpoints of every format implement, and views of them."""
+    """The interface for reading tensors of an opened checkpoint of any format, or of a view of one."""
 
     kind: str
     store: Store
     metadata: CheckpointMetadata
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
-        """The extents of one tensor: at least those that intersect the box `within`.
+        """The extents of one tensor that intersect a box, and perhaps others. Together they cover the box.
 
-        Together they cover the box. A source may return more than that; callers take what they need.
+        `Tiles` stand for many extents of a regular grid.
 
         Args:
             key: name and state of the tensor.
