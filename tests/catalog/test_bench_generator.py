@@ -36,4 +36,4 @@ def test_a_small_catalog_is_filled_and_measured(database_url: str, capsys: pytes
         places = list(itertools.chain.from_iterable(e.urls for e in known))
         assert len(set(places)) == PLAN.checkpoints
         assert bench.catalog.find(FILTER, sort=SORT)
-    assert "asked" in capsys.readouterr().out
+    assert "target" in capsys.readouterr().out

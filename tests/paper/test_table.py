@@ -56,7 +56,7 @@ class TestItFindsErrors:
         assert paper.main([]) == 0
         out = capsys.readouterr().out
         assert f"| {SOURCES[2]} | 1.00     |" in out
-        assert "1 of 1 bit-exact, on 8 ranks in all" in out
+        assert "1 of 1 bit-exact, on 8 ranks in total" in out
         monkeypatch.setattr(
             paper, "expected", lambda truth, target, rank: {**expected(truth, target, rank), ("x", "y"): 0}
         )
