@@ -32,7 +32,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## test: all but the full matrices, in less than 15 minutes on two cores
+## test: all but the full matrices, in about 17 minutes on two cores
 test: check $(ENGINE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not matrix"
 
