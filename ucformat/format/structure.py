@@ -18,7 +18,6 @@ from ucformat.errors import Inconsistent, IntegrityError, NotACheckpoint, NotFou
 from ucformat.format.arrays import MAX_DIMS, MAX_SHARDS
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import own_digest, with_own_digest
-from ucformat.geometry.tensor import Key
 from ucformat.schema.documents import is_tombstone
 from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
@@ -205,14 +204,14 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
     Args:
         manifest: the manifest.
     """
-    seen: set[Key] = set()
+    seen: set[tuple[str, str]] = set()
     for doc in manifest.tensors:
-        key = Key(doc.name, doc.state)
+        key = doc.name, doc.state
         reason = "the manifest lists it twice" if key in seen else _tensor(doc, manifest)
         seen.add(key)
         if reason is not None:
             yield Problem(MANIFEST, reason, doc.name, doc.state)
-    stored = {key.name for key in seen}
+    stored = {name for name, _ in seen}
     for name, of in manifest.aliases.items():
         if name in stored:
             yield Problem(MANIFEST, f"{name!r} is stored, and an alias of {of!r} too")
@@ -236,10 +235,12 @@ def _tensor(doc: TensorDoc, manifest: Manifest) -> str | None:
     chunk, shard = doc.chunk, doc.shard
     if chunk is None or shard is None or not len(doc.shape) == len(chunk) == len(shard):
         return "the manifest gives it an invalid chunk grid"
-    if any(s % c for s, c in zip(shard, chunk, strict=True)):
+    if shard != chunk and any(s % c for s, c in zip(shard, chunk, strict=True)):
         return "the manifest gives it an invalid chunk grid"
     if doc.digest is None:
         return "the manifest gives it no digest"
+    if nbytes <= MAX_SHARDS:  # of at least a byte each
+        return None
     count = Grid(doc.shape, chunk, shard, ITEMSIZE[doc.dtype]).count
     return f"the manifest gives it an invalid number of shards ({count})" if count > MAX_SHARDS else None
 
