@@ -1,4 +1,4 @@
-"""`ucp retain`, `ucp gc`: deleting what a policy does not keep, and removing it from storage."""
+"""`ucp delete`, `ucp restore`, `ucp retain`, `ucp gc`: deletion with a grace period, and removal from storage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ucformat.cli.ui.catalogs import instant, opened_catalog
-from ucformat.cli.ui.options import CATALOG, IGNORE_DEPENDENT, TIME, command, ignore_dependents_of
+from ucformat.cli.ui.options import CATALOG, IGNORE_DEPENDENT, TIME, command, ignore_dependents_of, ref_argument
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import ago, bytes_text, count, moment, plural, table
 from ucformat.errors import UsageError
@@ -24,9 +24,56 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.gc import Collected
 
-__all__ = ["gc", "retain"]
+__all__ = ["delete", "gc", "restore", "retain"]
+
+_REFS = ref_argument("refs", "REF…", many=True)
 
 _YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask for confirmation.")
+
+
+@command
+@_REFS
+@click.option(
+    "--grace",
+    type=TIME,
+    default="7d",
+    metavar="TIME",
+    help="Grace period in which they can be restored.  [default: 7d]",
+)
+@IGNORE_DEPENDENT
+@CATALOG
+def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], out: Output) -> None:
+    """Delete checkpoints, all of them or none; `ucp restore` undoes it.
+
+    Storage is not touched until `ucp gc` runs after the grace period. Checkpoints that have an alias, tag or hold, that
+    others need, or that ucformat did not write are refused.
+    """
+    with opened_catalog() as catalog:
+        found = {e.id: e for e in map(catalog.get, refs)}
+        ids = list(found)
+        ignore_dependents_of(ignored, [url for e in found.values() for url in e.urls], out, "delete")
+        catalog.delete(*ids, grace=grace)
+        gone = [catalog.get(i) for i in ids]
+    out.result(
+        lambda: (f"{e.name}: deleted; can be restored until {moment(e.purge_after)}" for e in gone if e.purge_after),
+        lambda: {"deleted": [{"id": e.id, "name": e.name, "purge_after": instant(e.purge_after)} for e in gone]},
+        lambda: (e.id for e in gone),
+    )
+
+
+@command
+@_REFS
+@CATALOG
+def restore(refs: tuple[str, ...], out: Output) -> None:
+    """Restore deleted checkpoints, all of them or none, before `ucp gc` removes them."""
+    with opened_catalog() as catalog:
+        found = {e.id: e for e in (catalog.get(ref) for ref in refs)}
+        catalog.restore(*found)
+    out.result(
+        lambda: (f"{e.name}: restored" for e in found.values()),
+        lambda: {"restored": [{"id": e.id, "name": e.name} for e in found.values()]},
+        lambda: found,
+    )
 
 
 def _ignore_dependents(
