@@ -11,7 +11,7 @@ MAKEFLAGS += --jobs=2
 
 .PHONY: demo test test-all model fuzz check resolve bench engines clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt ucformat/_native.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@

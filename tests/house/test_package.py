@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,22 +13,42 @@ from pathlib import Path
 import pytest
 
 import ucformat
+from ucformat.storage.strided import NATIVE
 
 ROOT = Path(__file__).parents[2]
 
 
+def tracked(*patterns: str) -> list[str]:
+    out = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return out.splitlines()
+
+
+def build_wheel(tmp_path: Path, **environment: str) -> tuple[str, set[str]]:
+    """Build a wheel of the tracked files, through an sdist; return its name and its files."""
+    tree, dist = tmp_path / "tree", tmp_path / "dist"
+    for name in tracked():
+        copy = tree / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy, follow_symlinks=False)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(tree)]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | environment)
+    (wheel,) = dist.glob("*.whl")
+    return wheel.name, set(zipfile.ZipFile(wheel).namelist())
+
+
 def test_the_wheel_holds_ucformat_alone(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
-        check=True,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    tops = {n.split("/")[0] for n in names}
-    assert tops == {"ucformat", f"ucformat-{ucformat.__version__}.dist-info"}
-    assert "ucformat/py.typed" in names
+    _, names = build_wheel(tmp_path)
+    assert {n.split("/")[0] for n in names} == {"ucformat", f"ucformat-{ucformat.__version__}.dist-info"}
+    native = {n for n in names if n.endswith(".so")}
+    assert native == ({"ucformat/_native.abi3.so"} if NATIVE else set())
+    assert {n for n in names if n.startswith("ucformat/")} - native == set(tracked("ucformat")) - {"ucformat/_native.c"}
     assert any(n.endswith("licenses/LICENSE") for n in names)
+
+
+def test_it_installs_without_a_compiler(tmp_path: Path) -> None:
+    name, names = build_wheel(tmp_path, CC="false")
+    assert not any(n.endswith(".so") for n in names), name
+    assert "ucformat/storage/strided.py" in names
 
 
 @pytest.mark.parametrize("room", ["schema", "catalog", "migrations"])
@@ -71,11 +93,8 @@ def test_links_in_the_documents_lead_somewhere() -> None:
 
 
 def test_no_file_names_a_machine() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
     words = [b"/" + b"work/", b"/" + b"root/"]
-    for name in filter(None, tracked):
+    for name in tracked():
         file = ROOT / name
         if file.is_file():
             data = file.read_bytes()

@@ -382,10 +382,10 @@ def test_a_source_that_is_replaced_meanwhile(src: Path, tmp_path: Path) -> None:
     class Replaced(WrappedStore):
         """Of which the files go when the first of them is read."""
 
-        def read_into(self, key: str, offset: int, buffers: Any) -> None:
+        def read_into(self, key: str, offset: int, buffers: Any, crcs: Any = None) -> None:
             if self.inner.info("manifest.json"):
                 universal(src, step=9, overwrite=True)
-            super().read_into(key, offset, buffers)
+            super().read_into(key, offset, buffers, crcs)
 
     with pytest.raises(Conflict, match="replaced or deleted"):
         ucformat.copy(open_checkpoint(Replaced(LocalStore(src))), tmp_path / "dst", workers=1)

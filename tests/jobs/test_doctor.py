@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from tests.s3 import Bucket
     from ucformat.jobs.doctor import Diagnosis
-    from ucformat.storage.base import Info, Store
+    from ucformat.storage.base import Checksums, Info, Store
 
 ROOT = Path(__file__).parents[2]
 ALL = ["write", "list", "read after write", "parts", "ranges", "put if absent", "replace", "delete"]
@@ -153,10 +153,10 @@ class ListsLate(Liar):
 
 
 class ReadsShort(Liar):
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         size = self.inner.info(key).size
         if offset + sum(b.nbytes for b in buffers) <= size:
-            self.inner.read_into(key, offset, buffers)
+            self.inner.read_into(key, offset, buffers, crcs)
 
 
 class DeletesNothing(Liar):

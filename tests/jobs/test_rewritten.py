@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.s3 import Bucket
-    from ucformat.storage.base import Info, Store
+    from ucformat.storage.base import Checksums, Info, Store
 
 
 A, B = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
@@ -61,9 +61,9 @@ class Meddling(WrappedStore):
         self.looks.append(key)
         return super().info(key)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         self._count(key)
-        super().read_into(key, offset, buffers)
+        super().read_into(key, offset, buffers, crcs)
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         self._count(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from ucformat.format.chunking import Grid
 from ucformat.format.shard import write_shard
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Block, Extent, Piece, TensorInfo, Tiles
+from ucformat.reading import execute as reading
 from ucformat.reading.execute import execute, memory_of
 from ucformat.reading.plan import ReadItem, Verify, make_plan
 from ucformat.storage.base import Costs
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 DTYPES = {1: "uint8", 2: "uint16", 4: "float32", 8: "float64", 16: "complex128"}
 VERIFY: list[Verify] = ["whole", "always", "never"]
+COSTS = st.sampled_from([Costs(), Costs(0, 50, 20), Costs(7, 1 << 20, 0), Costs(40, 1 << 20, 1 << 20)])
+SIZES = st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 16, 8192]))
 
 
 def random_tensor(shape: tuple[int, ...], itemsize: int, seed: int = 0) -> np.ndarray:
@@ -64,7 +68,10 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], int, list[Box]]:
     itemsize = draw(st.sampled_from(list(DTYPES)))
     boxes = []
     for _ in range(draw(st.integers(1, 3))):
-        start = tuple(draw(st.integers(0, n)) for n in shape)
+        start = draw(st.just((0,) * len(shape)) | st.tuples(*(st.integers(0, n) for n in shape)))
+        if draw(st.booleans()):
+            boxes.append(Box(start, tuple(n - a for n, a in zip(shape, start, strict=True))))
+            continue
         boxes.append(Box(start, tuple(draw(st.integers(0, n - a)) for n, a in zip(shape, start, strict=True))))
     return shape, itemsize, boxes
 
@@ -76,11 +83,19 @@ def check_reads(
     boxes: list[Box],
     verify: Verify,
     costs: Costs,
+    sizes: tuple[int, int],
 ) -> None:
-    """Each box is read exactly into a strided buffer, and the bytes read are those of the plan."""
+    """Each box is read exactly into a strided buffer, and the bytes read are those of the plan.
+
+    Of `sizes`, the first is the distance of the elements of a row, the other replaces SHORT_ROW.
+    """
+    step, short_row = sizes
     info = TensorInfo("t", "weight", DTYPES[a.dtype.itemsize], a.shape)
     spaces = [np.zeros([2 * n for n in b.shape], a.dtype) for b in boxes]
-    every_other: list[Any] = [(..., *(slice(None, None, 2) for _ in s.shape)) for s in spaces]
+    every_other: list[Any] = [
+        (..., *(slice(0, 2 * n, 2) for n in b.shape[:-1]), *(slice(0, step * n, step) for n in b.shape[-1:]))
+        for b in boxes
+    ]
     outs = [s[index] for s, index in zip(spaces, every_other, strict=True)]
     pieces = [
         (k, Piece(b, 0, tuple(s // a.dtype.itemsize for s in o.strides)))
@@ -88,7 +103,8 @@ def check_reads(
     ]
     plan = make_plan([ReadItem(info, extents, pieces)], verify, costs)
     recorder = RecordingStore(store)
-    execute(plan, recorder, [memory_of(o) for o in outs], ["t"] * len(outs), threads=2)
+    with mock.patch.multiple(reading, SHORT_ROW=short_row):
+        execute(plan, recorder, [memory_of(o) for o in outs], ["t"] * len(outs), threads=2)
     for b, o, space in zip(boxes, outs, spaces, strict=True):
         assert o.tobytes() == a[slices(b)].tobytes()
         o[...] = np.zeros((), a.dtype)
@@ -104,16 +120,17 @@ def check_reads(
     case=cases(),
     target=st.sampled_from([8, 64, 300]),
     verify=st.sampled_from(VERIFY),
-    costs=st.sampled_from([Costs(), Costs(0, 50, 20), Costs(7, 1 << 20, 0)]),
+    costs=COSTS,
+    sizes=SIZES,
 )
 def test_chunked_tensors_read_exactly(
-    case: tuple[tuple[int, ...], int, list[Box]], target: int, verify: Verify, costs: Costs
+    case: tuple[tuple[int, ...], int, list[Box]], target: int, verify: Verify, costs: Costs, sizes: tuple[int, int]
 ) -> None:
     shape, itemsize, boxes = case
     a = random_tensor(shape, itemsize)
     store = MemoryStore("tiles")
     extents = store_tiles(store, a, Grid.of(shape, itemsize, target, 4 * target))
-    check_reads(store, a, extents, boxes, verify, costs)
+    check_reads(store, a, extents, boxes, verify, costs, sizes)
 
 
 @settings(max_examples=150)
@@ -122,7 +139,8 @@ def test_chunked_tensors_read_exactly(
     cuts=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1)), max_size=4),
     verify=st.sampled_from(VERIFY),
     order=st.permutations(range(4)),
-    costs=st.sampled_from([Costs(), Costs(0, 50, 20), Costs(7, 1 << 20, 0)]),
+    costs=COSTS,
+    sizes=SIZES,
     seal=st.booleans(),
 )
 def test_raw_extents_read_exactly(
@@ -131,6 +149,7 @@ def test_raw_extents_read_exactly(
     verify: Verify,
     order: list[int],
     costs: Costs,
+    sizes: tuple[int, int],
     seal: bool,
 ) -> None:
     """Extents in any cut of the tensor, at odd offsets, their dims in any order in the file."""
@@ -151,7 +170,7 @@ def test_raw_extents_read_exactly(
         data += block + b"gap"
     store = MemoryStore("raw")
     put(store, "f", bytes(data))
-    check_reads(store, a, extents, boxes, verify, costs)
+    check_reads(store, a, extents, boxes, verify, costs, sizes)
 
 
 def cut(p: Box, dim: int, at: int) -> list[Box]:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
-    from ucformat.storage.base import Bytes, Info
+    from ucformat.storage.base import Bytes, Checksums, Info
 
 __all__ = ["CATALOGS", "FAULTS", "ROOTS", "Actor", "Call", "Killed", "Outcome", "Snapshot", "World"]
 
@@ -482,9 +482,9 @@ class _Store(MemoryStore):
         with self._call("read", key):
             return super().read(key, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         with self._call("read", key):
-            super().read_into(key, offset, buffers)
+            super().read_into(key, offset, buffers, crcs)
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         with self._call("read", key):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.engines import Made
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import Checksums, Store
 
 ARRAYS: Arrays = {
     (name, state): random_array(shape, "float32", 10 * i + j)
@@ -46,9 +46,9 @@ class Lengths(WrappedStore):
         super().__init__(inner)
         self.lengths: list[int] = []
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         self.lengths += [len(b) for b in buffers]
-        super().read_into(key, offset, buffers)
+        super().read_into(key, offset, buffers, crcs)
 
 
 def optimizer_file(folder: Path, rank: int) -> Path:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.s3 import Bucket
-    from ucformat.storage.base import Info, Store
+    from ucformat.storage.base import Checksums, Info, Store
 
 #: A checkpoint of each kind, and the most requests that opening it may take.
 SAMPLES = {
@@ -65,9 +65,9 @@ class Asked(WrappedStore):
         self._count(len(data))
         return data
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         self._count(sum(b.nbytes for b in buffers))
-        super().read_into(key, offset, buffers)
+        super().read_into(key, offset, buffers, crcs)
 
 
 def uploaded(folder: Path, bucket: Bucket) -> Asked:

@@ -12,7 +12,7 @@ from ucformat.storage.wrappers import WrappedStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucformat.storage.base import Bytes, Store
+    from ucformat.storage.base import Bytes, Checksums, Store
 
 
 class FaultyStore(WrappedStore):
@@ -58,9 +58,9 @@ class FaultyStore(WrappedStore):
         self.count_read()
         return super().read(key, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         self.count_read()
-        super().read_into(key, offset, buffers)
+        super().read_into(key, offset, buffers, crcs)
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         self.count_read()

@@ -16,7 +16,7 @@ import pytest
 import ucformat
 from tests.patience import PATIENCE
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, UnsafeError, UnsupportedError
-from ucformat.storage import local, local_files
+from ucformat.storage import local, local_files, strided
 from ucformat.storage.base import content_version
 from ucformat.storage.local import LocalStore
 from ucformat.storage.testing import keys, put
@@ -131,7 +131,7 @@ def test_a_file_replaced_while_it_is_opened_is_not_kept(
     buffer = memoryview(bytearray(3))
     opened = local_files.OpenFile
 
-    def slowly(path: Path, folder: local_files.Descriptor | None) -> local_files.OpenFile:
+    def slowly(path: str, folder: local_files.Descriptor | None) -> local_files.OpenFile:
         file = opened(path, folder)
         put(store, "f", b"new")
         return file
@@ -147,6 +147,7 @@ def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.Monkey
     data = os.urandom(1000)
     put(store, "f", data)
     preadv = os.preadv
+    monkeypatch.setattr(strided, "NATIVE", False)
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
     target = [bytearray(n) for n in (5, 0, 300, 7, 14, 100)]
     store.read_into("f", 3, [memoryview(t) for t in target])

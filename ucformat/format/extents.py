@@ -15,8 +15,9 @@ from ucformat.format.sidecar import NO_BLOCK, block_of
 from ucformat.format.structure import MAX_EDGE, MOUNT, Problem, manifest_problems
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
-from ucformat.reading.execute import checksum, place_checksum
+from ucformat.reading.execute import place_checksum
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

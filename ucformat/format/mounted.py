@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
-    from ucformat.storage.base import Costs, Info, Ranges, Store
+    from ucformat.storage.base import Checksums, Costs, Info, Ranges, Store
 
 __all__ = ["MOUNT", "MountedStore", "is_below", "mounted_key"]
 
@@ -139,10 +139,10 @@ class MountedStore(WrappedStore):
         store, name = self._checked(key)
         return store.read(name, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         """See Store."""
         store, name = self._checked(key)
-        store.read_into(name, offset, buffers)
+        store.read_into(name, offset, buffers, crcs)
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
         """See RangeReader."""

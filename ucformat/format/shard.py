@@ -15,7 +15,7 @@ from ucformat.format.digest import leaf
 from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
-from ucformat.reading.execute import checksum
+from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

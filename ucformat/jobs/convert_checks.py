@@ -19,9 +19,10 @@ from ucformat.errors import ChecksumError
 from ucformat.format.digest import CRC32_SHIFT, CRC32C_SHIFT
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
 from ucformat.jobs.run import run, workers_for
-from ucformat.reading.execute import checksum, place_checksum
+from ucformat.reading.execute import place_checksum
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.sources.zarr.values import is_checked
+from ucformat.storage.strided import checksum
 from ucformat.storage.watched import find_watched
 from ucformat.views.viewed import inputs_of
 

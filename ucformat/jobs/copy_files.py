@@ -17,8 +17,9 @@ from ucformat.format.sidecar import NO_BLOCK
 from ucformat.format.structure import Problem
 from ucformat.format.universal import grid_of
 from ucformat.geometry.tensor import Key
-from ucformat.reading.execute import checksum, place_checksum
+from ucformat.reading.execute import place_checksum
 from ucformat.storage.concurrency import map_io
+from ucformat.storage.strided import checksum
 from ucformat.storage.upload import unit_for
 
 if TYPE_CHECKING:

@@ -7,34 +7,31 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
-from crc32c import crc32c
 
 from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
-from ucformat.geometry.box import is_non_overlapping
+from ucformat.geometry.box import is_non_overlapping, row_major
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.base import read_ranges
+from ucformat.storage.strided import SHORT_ROW, checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.geometry.tensor import Block
     from ucformat.reading.copies import Copy
     from ucformat.reading.plan import Plan, Request
-    from ucformat.storage.base import Bytes, Costs, Store
+    from ucformat.storage.base import Costs, Store
 
     Memory = NDArray[np.uint8]
     Progress = Callable[[int], None]
 
-__all__ = ["check_out", "checksum", "default_threads", "execute", "is_direct", "memory_of", "place_checksum"]
-
-_LONG_ROW = 8 << 10  # bytes of rows that are read directly into place; shorter ones go through a scratch buffer
-
-_RELEASE_GIL = 256 << 10  # bytes whose checksum takes longer than releasing and reacquiring the GIL
+__all__ = ["check_out", "default_threads", "execute", "is_direct", "memory_of", "place_checksum"]
 
 
 def default_threads() -> int:
@@ -209,13 +206,12 @@ def _read_one(store: Store, r: Request, memories: Sequence[Memory], labels: Sequ
         return _read_rows(store, r, memories, scratch)
     if len(r.copies) == 1:
         copy = r.copies[0]
-        memory = memories[copy.buffer]
-        sums: list[memoryview] = []
-        direct = list(_direct_buffers(copy, r.nbytes, memory, sums))
+        direct = list(_direct_buffers(copy, r.nbytes, memories[copy.buffer]))
+        if direct and copy.block is not None:
+            _read_verified(store, r, copy, copy.block, direct, labels)
+            return scratch
         if direct:
             store.read_into(r.file, r.offset, direct)
-            if copy.block is not None:
-                _check(r.file, copy, copy.block, (bytes(s) for s in sums), direct[::2] if sums else direct, labels)
             return scratch
     if scratch.size < r.nbytes:
         scratch = np.empty(r.nbytes, np.uint8)
@@ -228,11 +224,10 @@ def _read_one(store: Store, r: Request, memories: Sequence[Memory], labels: Sequ
 def _copy_out(r: Request, view: memoryview, memories: Sequence[Memory], labels: Sequence[str]) -> None:
     """Verify the bytes of a request and copy them to their destinations."""
     for copy in r.copies:
-        if copy.block is not None:
-            n, first = copy.block.nbytes, copy.block.offset - r.offset
-            starts = [first + k * copy.src_step for k in range(copy.count)]
-            stored = (bytes(view[b + n : b + n + 4]) for b in starts)
-            _check(r.file, copy, copy.block, stored, [view[b : b + n] for b in starts], labels)
+        if (block := copy.block) is not None:
+            _check(
+                r.file, copy, block, (_checksums(r, block, k * copy.src_step, view) for k in range(copy.count)), labels
+            )
         _copy(copy, view, memories[copy.buffer])
 
 
@@ -254,43 +249,82 @@ def _read_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: Me
     return scratch
 
 
-def _direct_buffers(copy: Copy, nbytes: int, memory: Memory, sums: list[memoryview]) -> Iterator[memoryview]:
-    """The buffers to read a request into if its bytes have the same layout in the file and in memory; none if not.
+def _direct_buffers(copy: Copy, nbytes: int, memory: Memory) -> Iterator[memoryview]:
+    """The buffers to read a request into if its bytes have the same order in the file and in memory; none if not.
 
-    Buffers for stored checksums are placed between the chunks, and appended to `sums`.
+    Of chunks that are verified, one each. Bytes between rows that are adjacent up to a gap go to a buffer that nobody
+    reads.
     """
-    block = copy.block
-    view = memory.data
+    block, shape = copy.block, copy.shape
+    if shape[-1] < SHORT_ROW and len(shape) > 1:
+        return
+    ordered = copy.src_strides == row_major(shape)
     if block is not None:
-        if copy.shape != (block.nbytes,):
+        if not ordered or copy.nbytes != block.nbytes:
             return
         for k in range(copy.count):
-            begin = copy.dst + k * copy.dst_step
-            yield view[begin : begin + block.nbytes]
-            if block.crc32c is None:
-                sums.append(memoryview(bytearray(4)))
-                yield sums[-1]
-    elif len(copy.shape) == 1 and copy.count == 1 and copy.shape[0] == nbytes:
-        yield view[copy.dst : copy.dst + nbytes]
-    elif len(copy.shape) == 2 and copy.shape[1] >= _LONG_ROW and copy.src_strides[0] == copy.shape[1]:
-        rows, run = copy.shape
-        for k in range(rows):
-            begin = copy.dst + k * copy.dst_strides[0]
-            yield view[begin : begin + run]
+            yield _strided(memory, copy.dst + k * copy.dst_step, shape, copy.dst_strides)
+    elif ordered and copy.count == 1 and copy.nbytes == nbytes:
+        yield _strided(memory, copy.dst, shape, copy.dst_strides)
+    elif len(shape) > 1 and copy.src_strides[1:] == row_major(shape[1:]):
+        gap = copy.src_strides[0] - copy.nbytes // shape[0]
+        if copy.count > 1 or copy.nbytes + (shape[0] - 1) * gap != nbytes:
+            return
+        between = memoryview(bytearray(gap))
+        for k in range(shape[0]):
+            if k:
+                yield between
+            yield _strided(memory, copy.dst + k * copy.dst_strides[0], shape[1:], copy.dst_strides[1:])
 
 
-def _check(
-    file: str, copy: Copy, block: Block, stored: Iterator[bytes], chunks: Sequence[memoryview], labels: Sequence[str]
+def _strided(memory: Memory, begin: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> memoryview:
+    """A view of memory of which the last dim is contiguous."""
+    if len(shape) == 1:
+        return memory.data[begin : begin + shape[0]]
+    return np.ndarray(shape, np.uint8, memory, begin, strides).data
+
+
+def _read_verified(
+    store: Store, r: Request, copy: Copy, block: Block, chunks: Sequence[memoryview], labels: Sequence[str]
 ) -> None:
-    for k, chunk in enumerate(chunks):
-        expected = int.from_bytes(next(stored), "little") if block.crc32c is None else block.crc32c
-        at = block.offset + k * copy.src_step
-        if checksum(chunk, place_checksum(file, at) if block.placed else 0) != expected:
+    """Read chunks into place and verify them."""
+    starts = [block.offset + k * copy.src_step for k in range(copy.count)]
+    crcs = [_start(r.file, block, at) for at in starts]
+    if block.crc32c is not None:
+        store.read_into(r.file, r.offset, chunks, crcs)
+        _check(r.file, copy, block, zip(starts, crcs, repeat(block.crc32c)), labels)
+        return
+    stored = [bytearray(4) for _ in chunks]
+    both = [b for chunk, four in zip(chunks, stored, strict=True) for b in (chunk, memoryview(four))]
+    crcs = [c for crc in crcs for c in (crc, 0)]
+    store.read_into(r.file, r.offset, both, crcs)
+    expected = (int.from_bytes(s, "little") for s in stored)
+    _check(r.file, copy, block, zip(starts, crcs[::2], expected, strict=True), labels)
+
+
+def _check(file: str, copy: Copy, block: Block, found: Iterable[tuple[int, int, int]], labels: Sequence[str]) -> None:
+    """Compare checksums: of each chunk its offset, the checksum of its bytes, and the one that is stored."""
+    for offset, crc, expected in found:
+        if crc != expected:
             raise ChecksumError(
-                f"{labels[copy.buffer]}: the chunk at bytes {at}:{at + block.nbytes} of {file} is damaged "
+                f"{labels[copy.buffer]}: the chunk at bytes {offset}:{offset + block.nbytes} of {file} is damaged "
                 f"(its crc32c is not {expected:#010x})",
                 hint="restore the file from another copy; `ucp verify` names every damaged chunk",
             )
+
+
+def _checksums(r: Request, block: Block, skip: int, view: memoryview) -> tuple[int, int, int]:
+    """Of a chunk in the bytes of a request: its offset, the checksum of its bytes, and the one that is stored."""
+    at = block.offset + skip
+    first = at - r.offset
+    last = first + block.nbytes
+    stored = int.from_bytes(view[last : last + 4], "little") if block.crc32c is None else block.crc32c
+    return at, checksum(view[first:last], _start(r.file, block, at)), stored
+
+
+def _start(file: str, block: Block, offset: int) -> int:
+    """The checksum from which that of a block at this offset continues."""
+    return place_checksum(file, offset) if block.placed else 0
 
 
 def _copy(copy: Copy, data: memoryview, memory: Memory) -> None:
@@ -306,16 +340,6 @@ def _copy(copy: Copy, data: memoryview, memory: Memory) -> None:
     np.ndarray(shape, unit, memory, copy.dst, dst_strides)[...] = source
 
 
-def checksum(data: Bytes, before: int = 0) -> int:
-    """The CRC-32C (Castagnoli, RFC 3720) of bytes.
-
-    Args:
-        data: the bytes.
-        before: CRC-32C of preceding bytes to continue from (default: none).
-    """
-    return crc32c(data, before, gil_release_mode=1 if len(data) >= _RELEASE_GIL else 0)
-
-
 def place_checksum(file: str, offset: int) -> int:
     """The CRC-32C of a tile's location, from which the checksum of its bytes continues.
 
@@ -325,9 +349,9 @@ def place_checksum(file: str, offset: int) -> int:
         file: path of the packed file; only its last two parts count, which are unique to a save.
         offset: byte of the file at which the tile begins.
     """
-    return crc32c(offset.to_bytes(8, "little"), _name_checksum(file))
+    return checksum(offset.to_bytes(8, "little"), _name_checksum(file))
 
 
 @lru_cache(256)
 def _name_checksum(file: str) -> int:
-    return crc32c("/".join(file.split("/")[-2:]).encode())
+    return checksum("/".join(file.split("/")[-2:]).encode())

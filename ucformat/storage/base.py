@@ -14,6 +14,7 @@ A store pickles as its URL, so that a worker process opens its own; it must not 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ __all__ = [
     "HIDDEN",
     "ByteRange",
     "Bytes",
+    "Checksums",
     "Costs",
     "Info",
     "RangeReader",
@@ -45,8 +47,13 @@ __all__ = [
 #: Data to write or to hash: any contiguous buffer.
 Bytes = bytes | bytearray | memoryview
 
+#: The CRC-32C of each of several buffers.
+Checksums = list[int]
+
 #: Prefix of the names of temporary files and locks, which `Store.list` does not return.
 HIDDEN = ".ucf-"
+
+_UNSAFE = re.compile("[\\\\\0\ud800-\udc7f\udd00-\udfff]")  # the last are no bytes of a name that is not UTF-8
 
 
 class ByteRange(NamedTuple):
@@ -91,8 +98,7 @@ class Costs:
     """How requests to a store are best made; sizes are in bytes, the defaults are for local files.
 
     Attributes:
-        gap: rows of one tensor are read together if the gap between them is at most this, and either at most a
-            twentieth of their size, or they are shorter than `short`.
+        gap: maximum gap between rows that are read together, if it is a twentieth of them or they are `short`.
         short: rows shorter than this are cheaper to read together with the gaps between them.
         request: maximum size of a request, unless a single chunk is larger.
         join: adjacent requests are joined up to this size if the gap between them is at most a hundredth of them.
@@ -181,13 +187,14 @@ class Store(Protocol):
             MissingData: the file ends before the range does.
         """
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         """Read a contiguous range of a file into buffers, one after another.
 
         Args:
             key: key of the file.
             offset: first byte.
-            buffers: writable, C-contiguous buffers of any item type; after an error their content is undefined.
+            buffers: writable: C-contiguous, or bytes whose last dim is; after an error their content is undefined.
+            crcs: for each buffer, a CRC-32C that is continued with its bytes, in place (None: none is computed).
 
         Raises:
             MissingData: the file ends before the range does.
@@ -200,7 +207,7 @@ class Store(Protocol):
             key: key of the file.
             offset: first byte of the first row.
             step: bytes from the beginning of a row to that of the next.
-            rows: one writable, C-contiguous buffer for each row.
+            rows: one writable buffer for each row, as for `read_into`.
         """
         for number, row in enumerate(rows):
             self.read_into(key, offset + number * step, [row])
@@ -308,7 +315,7 @@ def check_key(key: str) -> str:
         UnsafeError: the key leaves the root, is not valid Unicode, or is reserved for temporary files.
     """
     parts = key.split("/")
-    if any(p in ("", ".", "..") for p in parts) or "\\" in key or "\0" in key or not _encodable(key):
+    if any(p in ("", ".", "..") for p in parts) or _UNSAFE.search(key):
         raise UnsafeError(
             f"the path {key!r} does not stay inside its checkpoint",
             hint="the checkpoint is damaged or malicious; nothing was read or written",
@@ -316,14 +323,6 @@ def check_key(key: str) -> str:
     if any(p.startswith(HIDDEN) for p in parts):
         raise UnsafeError(f"the path {key!r} is reserved: names that begin with {HIDDEN!r} are for temporary files")
     return key
-
-
-def _encodable(key: str) -> bool:
-    try:
-        key.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def check_range(name: str, offset: int, nbytes: int, size: int) -> None:

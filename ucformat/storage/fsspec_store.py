@@ -8,8 +8,9 @@ from urllib.parse import urljoin, urlsplit
 
 from ucformat.errors import IntegrityError, NotFound, UcformatError, UnsupportedError
 from ucformat.redacted import learn, named_secrets, redacted, secrets_in
-from ucformat.storage.base import HIDDEN, Costs, Info, Store, check_key, check_range
+from ucformat.storage.base import HIDDEN, Checksums, Costs, Info, Store, check_key, check_range
 from ucformat.storage.error_mapping import mapping_os_errors
+from ucformat.storage.strided import fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -73,13 +74,10 @@ class FsspecStore(Store):
             check_range(f"{self._url}/{key}", offset, nbytes, size)
         return self._fetch(key, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         """Copy bytes, fetched in one request, into buffers."""
         data = memoryview(self._fetch(key, offset, sum(b.nbytes for b in buffers)))
-        for buffer in buffers:
-            if buffer.nbytes:
-                buffer.cast("B")[:] = data[: buffer.nbytes]
-                data = data[buffer.nbytes :]
+        fill(buffers, data, crcs)
 
     def create(self, key: str, unit: int = 1) -> NoReturn:  # noqa: ARG002 - see Store
         """UnsupportedError."""

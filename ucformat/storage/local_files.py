@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 from ucformat.errors import NotFound
 from ucformat.storage.base import HIDDEN, Info
 from ucformat.storage.error_mapping import mapping_os_errors
+from ucformat.storage.strided import read_scattered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 __all__ = [
@@ -33,12 +34,9 @@ __all__ = [
     "OpenFiles",
     "PendingSyncs",
     "file_info",
-    "read_scattered",
     "start_writeback",
     "walk",
 ]
-
-_IOV_MAX = 1024
 
 
 class Descriptor:
@@ -67,9 +65,9 @@ class OpenFile(Descriptor):
 
     __slots__ = ()
 
-    def __init__(self, path: Path, folder: Descriptor | None = None) -> None:
+    def __init__(self, path: str, folder: Descriptor | None = None) -> None:
         self.fd = -1
-        name, above = (path, None) if folder is None else (path.name, folder.fd)
+        name, above = (path, None) if folder is None else (path.rpartition("/")[2], folder.fd)
         self.fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=above)
         mode = os.fstat(self.fd).st_mode
         if not stat.S_ISREG(mode):
@@ -81,7 +79,7 @@ class OpenFile(Descriptor):
         read_scattered(self.fd, 0, [memoryview(data)])
         return bytes(data)
 
-    def place(self, path: Path) -> str:
+    def place(self, path: str) -> str:
         """Its actual path, after following all links.
 
         Args:
@@ -160,32 +158,6 @@ class OpenFiles:
         with self._lock:
             self._changes += 1
             self._files.clear()
-
-
-def read_scattered(fd: int, offset: int, buffers: Sequence[memoryview]) -> int:
-    """Read a contiguous range of a file into buffers, one after another.
-
-    Args:
-        fd: file descriptor.
-        offset: first byte.
-        buffers: writable, C-contiguous buffers.
-
-    Returns:
-        the number of bytes read, which is less than the size of the buffers only at the end of the file.
-    """
-    remaining = [b.cast("B") for b in buffers if b.nbytes]
-    remaining.reverse()
-    done = 0
-    while remaining:
-        got = os.preadv(fd, remaining[: -_IOV_MAX - 1 : -1], offset + done)
-        if got == 0:
-            break
-        done += got
-        while remaining and got >= remaining[-1].nbytes:
-            got -= remaining.pop().nbytes
-        if got:
-            remaining[-1] = remaining[-1][got:]
-    return done
 
 
 _THREADS = 4

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, NotFound, UnsupportedError, UsageError
 from ucformat.storage.base import Costs, Info, Store, Writer, check_key, check_range, content_version
+from ucformat.storage.strided import fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucformat.storage.base import Bytes
+    from ucformat.storage.base import Bytes, Checksums
 
 __all__ = ["MemoryStore"]
 
@@ -68,14 +69,11 @@ class MemoryStore(Store):
         check_range(f"{self.url}/{key}", offset, nbytes, len(data))
         return data[offset : offset + nbytes]
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         """Copy bytes into buffers."""
         data = memoryview(self._get(key).data)
         check_range(f"{self.url}/{key}", offset, sum(b.nbytes for b in buffers), len(data))
-        for buffer in buffers:
-            if buffer.nbytes:
-                buffer.cast("B")[:] = data[offset : offset + buffer.nbytes]
-                offset += buffer.nbytes
+        fill(buffers, data[offset:], crcs)
 
     def create(self, key: str, unit: int = 1) -> MemoryWriter:  # noqa: ARG002 - nothing is uploaded
         """Write a file as a stream."""

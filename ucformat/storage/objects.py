@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError, UnsupportedError
-from ucformat.storage.base import HIDDEN, Costs, Info, Store, check_key, check_range, content_version
+from ucformat.storage import strided
+from ucformat.storage.base import HIDDEN, Checksums, Costs, Info, Store, check_key, check_range, content_version
 from ucformat.storage.clouds import Options, connect, parse
 from ucformat.storage.concurrency import RequestBudget
 from ucformat.storage.error_mapping import map_object_error, retry
@@ -96,10 +97,10 @@ class ObjectStore(Store):
         self.read_into(key, offset, [memoryview(out)])
         return bytes(out)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         """Fill buffers with requests of at most `costs.request` bytes; obstore's own buffers are copied once."""
         check_key(key)
-        remaining = [b.cast("B") for b in reversed(buffers) if b.nbytes]
+        remaining = [row for b in buffers if b.nbytes for row in strided.rows(b)][::-1]
         end = offset + sum(b.nbytes for b in remaining)
         check_range(self._name(key), offset, end - offset, end)
         while offset < end:
@@ -107,6 +108,7 @@ class ObjectStore(Store):
             with self.read_ranges(key, [(offset, nbytes)]) as (data,):
                 _scatter(data, remaining)
             offset += nbytes
+        strided.extend(crcs, buffers)
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """Fill rows, several with each request."""

@@ -24,6 +24,7 @@ import pytest
 
 from ucformat.errors import Conflict, MissingData, NotFound, PermissionDenied, UnsafeError, UnsupportedError
 from ucformat.storage.base import content_version
+from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,11 +104,15 @@ class StoreTests:
         store.read_into("f", 0, [view[i : i + 3] for i in range(0, 9000, 3)])
         assert target == data
 
-    def test_fills_buffers_of_any_item_type(self, store: Store) -> None:
-        put(store, "f", b"\x01\0\0\0\x02\0\0\0\x03\0\0\0\x04\0\0\0")
-        grid, scalar = np.zeros((1, 3), "<u4"), np.zeros((), "<u4")
-        store.read_into("f", 0, [grid.data, np.zeros((0, 3)).data, scalar.data])
-        assert (grid.tolist(), scalar.tolist()) == ([[1, 2, 3]], 4)
+    def test_fills_buffers_of_any_item_type_and_rows_that_are_not_adjacent(self, store: Store) -> None:
+        put(store, "f", b"\x01\0\0\0\x02\0\0\0\x03\0\0\0\x04\0\0\0" + bytes(range(16, 100)))
+        grid, scalar, cube = np.zeros((1, 3), "<u4"), np.zeros((), "<u4"), np.zeros((4, 5, 6), np.uint8)
+        arrays = [grid, np.zeros((0, 3)), scalar, cube[:2, 1:4, 2:5], cube[3, :0], cube[2:, ::4, 1:], cube[3, 2:3, 3:6]]
+        crcs = list(range(len(arrays)))
+        store.read_into("f", 0, [a.data for a in arrays], crcs)
+        assert [grid.tolist(), scalar.tolist(), int(np.count_nonzero(cube))] == [[[1, 2, 3]], 4, 41]
+        assert b"".join(a.tobytes() for a in arrays[3:]) == bytes(range(16, 57))
+        assert crcs == [checksum(a.tobytes(), k) for k, a in enumerate(arrays)]
 
     def test_reads_many_rows(self, store: Store) -> None:
         data = random.Random(3).randbytes(50_000)
@@ -123,9 +128,8 @@ class StoreTests:
 
     def test_reads_nothing_into_nothing(self, store: Store) -> None:
         put(store, "f", b"abc")
-        store.read_into("f", 0, [])
-        store.read_into("f", 3, [memoryview(b"")])
-        store.read_into("f", 99, [])
+        for offset, buffers in [(0, []), (3, [memoryview(b"")]), (99, [])]:
+            store.read_into("f", offset, buffers)
 
     @pytest.mark.parametrize(("offset", "nbytes"), [(0, 11), (9, 2), (10, 1), (500, 1), (-1, 2), (0, 1 << 60)])
     def test_reading_past_the_end_names_file_range_and_size(self, store: Store, offset: int, nbytes: int) -> None:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 from ucformat.errors import Conflict, IntegrityError, NotFound
 from ucformat.storage.base import read_ranges
 from ucformat.storage.concurrency import map_io
+from ucformat.storage.strided import rows
 from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from ucformat.storage.base import Info, Ranges, Store
+    from ucformat.storage.base import Checksums, Info, Ranges, Store
 
 __all__ = ["WatchedStore", "check_unchanged", "find_watched"]
 
@@ -58,8 +59,11 @@ class WatchedStore(WrappedStore):
 
     def _notify(self, key: str, found: Iterable[tuple[int, memoryview]]) -> None:
         for observe in self._observers:
-            for at, data in found:
-                observe(key, at, data.cast("B"))
+            for begin, data in found:
+                at = begin
+                for row in rows(data):
+                    observe(key, at, row)
+                    at += row.nbytes
 
     def note(self, key: str) -> None:
         """Record a file's version to compare it in the end; bytes read from now on are of this or a later version.
@@ -109,10 +113,10 @@ class WatchedStore(WrappedStore):
         self.note(key)
         return self.inner.read(key, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         """See Store."""
         self.note(key)
-        self.inner.read_into(key, offset, buffers)
+        self.inner.read_into(key, offset, buffers, crcs)
         if self._observers:
             at = [offset, *accumulate((b.nbytes for b in buffers), initial=offset)][1:]
             self._notify(key, [(a, b) for a, b in zip(at, buffers, strict=False) if b.nbytes])

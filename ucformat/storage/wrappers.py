@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import NotFound, UcformatError
 from ucformat.storage.base import ByteRange, check_key, read_ranges
+from ucformat.storage.strided import fill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
     from typing import Self
 
-    from ucformat.storage.base import Costs, Info, Ranges, Store, Writer
+    from ucformat.storage.base import Checksums, Costs, Info, Ranges, Store, Writer
 
 __all__ = ["CachedListingStore", "PrefixStore", "RecordingStore", "SyntheticStore", "WrappedStore"]
 
@@ -44,9 +45,9 @@ class WrappedStore:
         """See Store."""
         return self.inner.read(key, offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         """See Store."""
-        self.inner.read_into(key, offset, buffers)
+        self.inner.read_into(key, offset, buffers, crcs)
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """See Store."""
@@ -125,16 +126,13 @@ class SyntheticStore(WrappedStore, ABC):
             return self.inner.read(key, offset, nbytes)
         return bytes(self._content(key, offset, self._info(key).size - offset if nbytes is None else nbytes))
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         """See Store."""
         if not self._holds(key):
-            self.inner.read_into(key, offset, buffers)
+            self.inner.read_into(key, offset, buffers, crcs)
             return
         data = self._content(key, offset, sum(b.nbytes for b in buffers))
-        for b in buffers:
-            if b.nbytes:
-                b.cast("B")[:] = data[: b.nbytes]
-                data = data[b.nbytes :]
+        fill(buffers, data, crcs)
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """See Store."""
@@ -171,9 +169,9 @@ class PrefixStore(WrappedStore):
         """See Store."""
         return self.inner.read(self._key(key), offset, nbytes)
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         """See Store."""
-        self.inner.read_into(self._key(key), offset, buffers)
+        self.inner.read_into(self._key(key), offset, buffers, crcs)
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
         """See RangeReader."""
@@ -302,9 +300,9 @@ class RecordingStore(WrappedStore):
         self.reads.append(ByteRange(key, offset, len(data)))
         return data
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> None:
         """See Store."""
-        self.inner.read_into(key, offset, buffers)
+        self.inner.read_into(key, offset, buffers, crcs)
         self.reads.append(ByteRange(key, offset, sum(b.nbytes for b in buffers)))
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-from crc32c import crc32c
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UnsupportedError
 from ucformat.geometry.box import Box, each_index, row_major
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.sources.zarr.values import DECODED, Cache, read_value, size_of, slice_value
 from ucformat.storage.base import ByteRange, Info, content_version
+from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -100,7 +100,7 @@ def _before_blosc(codecs: tuple[Codec, ...], data: bytes, nbytes: int, where: st
         return codecs, data
     while codecs[-1]["name"] == "crc32c":
         data, stored = data[:-4], data[-4:]
-        if crc32c(data) != int.from_bytes(stored, "little"):
+        if checksum(data) != int.from_bytes(stored, "little"):
             raise ChecksumError(f"{where} does not match its CRC-32C")
         codecs = codecs[:-1]
     if [c["name"] for c in codecs if c["name"] != "transpose"] != ["bytes", "blosc"]:
@@ -273,7 +273,7 @@ class Chunks:
             )
         offset = 0 if sharding.index_first else size_of(shard) - nbytes
         data = read_value(self._store, slice_value(shard, offset, nbytes))
-        if sharding.index_checked and crc32c(data[:entries]) != int.from_bytes(data[entries:], "little"):
+        if sharding.index_checked and checksum(data[:entries]) != int.from_bytes(data[entries:], "little"):
             raise IntegrityError(f"{self._label(array)}: the index of the shard {key} is damaged")
         found = np.frombuffer(data[:entries], "<u8" if sharding.index_endian == "little" else ">u8")
         return found.astype(np.uint64).view(np.uint8).data

@@ -17,9 +17,9 @@ from ucformat.format.digest import document_digest
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Key, TensorInfo
-from ucformat.reading.execute import checksum
 from ucformat.reading.readable import path_to_json
 from ucformat.sources.dcp.names import dotted
+from ucformat.storage.strided import checksum
 from ucformat.torch.comm.wire import decode, encode, message
 from ucformat.torch.saving.assignment import (
     GlobalTensor,

@@ -18,7 +18,8 @@ from ucformat.format.extents import ALIGNMENT
 from ucformat.format.shard import write_shard
 from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
 from ucformat.geometry.box import row_major
-from ucformat.reading.execute import checksum, place_checksum
+from ucformat.reading.execute import place_checksum
+from ucformat.storage.strided import checksum
 from ucformat.storage.upload import unit_for
 from ucformat.torch.state.elements import copy_common, dense_elements, elements_of, elements_within, row_major_bytes
 

@@ -1,0 +1,195 @@
+"""Strided memory, by the compiled functions and by those in Python."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.storage.test_stores import TestMemoryStore as MemoryStoreTests
+from ucformat.storage import strided
+from ucformat.storage.local import LocalStore
+from ucformat.storage.testing import StoreTests
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from ucformat.storage.base import Store
+
+WAYS = [
+    pytest.param(
+        True,
+        id="native",
+        marks=pytest.mark.skipif(
+            not strided.NATIVE,
+            reason="ucformat._native was not built (it needs x86-64 Linux and a C compiler): pip install -e .",
+        ),
+    ),
+    pytest.param(False, id="python"),
+]
+
+
+@pytest.fixture(params=WAYS, autouse=True)
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(strided, "NATIVE", request.param)
+    return bool(request.param)
+
+
+class TestLocalStore(StoreTests):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(tmp_path)
+
+
+class TestMemoryStore(MemoryStoreTests):
+    pass
+
+
+@st.composite
+def views(draw: st.DrawFn) -> NDArray[np.uint8]:
+    """A part of an array, of which the last dim is contiguous."""
+    shape = [*draw(st.lists(st.integers(1, 6), max_size=3)), draw(st.integers(1, 700))]
+    array = np.frombuffer(random.Random(len(shape)).randbytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
+    index = []
+    for n in shape[:-1]:
+        begin, step = draw(st.integers(0, n)), draw(st.integers(1, 3))
+        index.append(slice(begin, draw(st.integers(begin, n)), step))
+    begin = draw(st.integers(0, shape[-1]))
+    return array[(*index, slice(begin, draw(st.integers(begin, shape[-1]))))]
+
+
+@given(view=views(), before=st.integers(0, (1 << 32) - 1), flip=st.booleans())
+def test_checksums_are_those_of_the_bytes_in_order(view: NDArray[np.uint8], before: int, *, flip: bool) -> None:
+    if flip and view.ndim > 1:
+        view = view[::-1]
+    assert strided.checksum(view.data, before) == crc32c(view.tobytes(), before)
+    assert b"".join(strided.rows(view.data)) == view.tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [*range(700), 4096, 4097, 65_535, 1 << 20, (1 << 20) + 77])
+def test_checksums_of_every_length_and_alignment(nbytes: int) -> None:
+    data = random.Random(nbytes).randbytes(nbytes + 64)
+    for skip in (0, 1, 7, 63):
+        part = memoryview(data)[skip : skip + nbytes]
+        assert strided.checksum(part) == crc32c(part)
+        assert strided.checksum(part[nbytes // 3 :], strided.checksum(part[: nbytes // 3])) == crc32c(part)
+
+
+def test_a_known_checksum() -> None:
+    assert strided.checksum(b"123456789") == 0xE3069283  # the check value of CRC-32C, RFC 3720's polynomial
+    assert strided.checksum(b"") == 0
+
+
+def test_checksums_of_arrays_of_any_item_type() -> None:
+    array = np.arange(30, dtype="<f8").reshape(5, 6)
+    assert strided.checksum(array.data) == crc32c(array.tobytes())
+    assert strided.checksum(np.float32(3.5).data) == crc32c(np.float32(3.5).tobytes())
+
+
+@given(view=views())
+def test_rows_are_read_and_filled_in_order(view: NDArray[np.uint8]) -> None:
+    data = os.urandom(view.size + 5)
+    fd = os.memfd_create("rows")
+    try:
+        os.pwrite(fd, data, 0)
+        assert strided.read_scattered(fd, 3, [view.data]) == view.size
+        assert view.tobytes() == data[3 : 3 + view.size]
+        strided.fill([view.data], memoryview(data))
+        assert view.tobytes() == data[: view.size]
+        other = np.zeros(view.size + 20, np.uint8)
+        assert strided.read_scattered(fd, 0, [view.data, other.data]) == view.size + 5
+        assert view.tobytes() + other[:5].tobytes() == data
+    finally:
+        os.close(fd)
+
+
+def test_nothing_outside_the_rows_is_written() -> None:
+    memory = np.full((40, 50), 7, np.uint8)
+    tile = memory[3:30, 10:41]
+    fd = os.memfd_create("tile")
+    try:
+        os.pwrite(fd, bytes(tile.size), 0)
+        assert strided.read_scattered(fd, 0, [tile.data]) == tile.size
+    finally:
+        os.close(fd)
+    expected = np.full((40, 50), 7, np.uint8)
+    expected[3:30, 10:41] = 0
+    np.testing.assert_array_equal(memory, expected)
+
+
+def test_a_read_of_more_bytes_than_the_system_reads_at_once() -> None:
+    """Linux reads at most 2 GiB - 4 KiB a call, which ends within a row here."""
+    row = np.zeros((3, 100 << 20), np.uint8)[::2]  # every buffer is the same memory: what counts is the last
+    tail = bytearray(1000)
+    fd = os.memfd_create("large")
+    try:
+        size = 21 * row.nbytes // 2
+        os.ftruncate(fd, size)
+        expected = os.urandom(1000)
+        os.pwrite(fd, expected, size)
+        buffers = [row[k % 2 : k % 2 + 1].data for k in range(21)]
+        assert strided.read_scattered(fd, 0, [*buffers, memoryview(tail)]) == size + 1000
+        assert tail == expected
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("nbytes", [1, 1025])
+def test_more_rows_than_one_call_takes(nbytes: int) -> None:
+    memory = np.zeros((5000, nbytes + 1), np.uint8)
+    data = os.urandom(5000 * nbytes)
+    fd = os.memfd_create("rows")
+    try:
+        os.pwrite(fd, data, 0)
+        assert strided.read_scattered(fd, 0, [memory[:, :nbytes].data]) == len(data)
+    finally:
+        os.close(fd)
+    assert memory[:, :nbytes].tobytes() == data
+    assert not memory[:, nbytes:].any()
+
+
+def test_what_cannot_be_read_into_is_refused() -> None:
+    columns = np.zeros((4, 6), np.uint8)[:, ::2]
+    frozen = memoryview(b"abcdef")
+    fd = os.memfd_create("refused")
+    try:
+        os.pwrite(fd, b"123456789012", 0)
+        with pytest.raises((ValueError, TypeError, BufferError)):
+            strided.read_scattered(fd, 0, [columns.data])
+        with pytest.raises(BufferError):
+            strided.read_scattered(fd, 0, [frozen])
+        with pytest.raises((ValueError, TypeError, BufferError)):
+            strided.checksum(columns.data)
+    finally:
+        os.close(fd)
+    assert bytes(frozen) == b"abcdef"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        strided.read_scattered(fd, 0, [memoryview(bytearray(3))])
+
+
+def test_threads_read_at_once(tmp_path: Path) -> None:
+    data = os.urandom(8 << 20)
+    (tmp_path / "f").write_bytes(data)
+    store = LocalStore(tmp_path)
+    memory = np.zeros((4, 2, 1 << 20), np.uint8)
+
+    def read(part: int) -> None:
+        for _ in range(20):
+            store.read_into("f", part * memory[0].nbytes, [memory[part].data])
+            assert strided.checksum(memory[part].data) == crc32c(memory[part].tobytes())
+
+    threads = [threading.Thread(target=read, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert memory.tobytes() == data

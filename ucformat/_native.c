@@ -1,0 +1,302 @@
+/* Two loops over strided memory that Python cannot run at memory speed: scattered reads, and CRC-32C.
+
+A buffer here is anything with the buffer protocol whose last dim is contiguous; its bytes are taken row by row, in C
+order. Both functions release the GIL. `storage/strided.py` has the same functions in Python, for platforms that this
+file is not built for. */
+
+#define Py_LIMITED_API 0x030b0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <errno.h>
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/uio.h>
+
+#define MAX_DIMS 64
+#define MAX_VECTORS 1024 /* IOV_MAX of Linux */
+#define PIECE (256 << 10) /* bytes that are read at once if they are checked */
+
+/* The rows of a buffer: runs of contiguous bytes at the indices of the leading dims. */
+typedef struct {
+    char *row;
+    Py_ssize_t run;  /* bytes */
+    Py_ssize_t left; /* rows, with this one */
+    int dims;        /* leading dims that no run spans */
+    Py_ssize_t shape[MAX_DIMS], strides[MAX_DIMS], at[MAX_DIMS];
+} Rows;
+
+static int rows_of(const Py_buffer *view, Rows *rows) {
+    if (view->ndim > MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "a buffer has more than %d dims", MAX_DIMS);
+        return -1;
+    }
+    rows->row = view->buf;
+    rows->run = view->itemsize;
+    rows->left = 1;
+    rows->dims = 0;
+    int d = view->ndim - 1;
+    for (; d >= 0 && (view->shape[d] == 1 || view->strides[d] == rows->run); d--) rows->run *= view->shape[d];
+    if (d >= 0 && d == view->ndim - 1 && view->shape[d] > 1) {
+        PyErr_SetString(PyExc_ValueError, "the last dim of a buffer is not contiguous");
+        return -1;
+    }
+    for (int k = 0; k <= d; k++) {
+        if (view->shape[k] == 1) continue;
+        rows->shape[rows->dims] = view->shape[k];
+        rows->strides[rows->dims] = view->strides[k];
+        rows->at[rows->dims++] = 0;
+        rows->left *= view->shape[k];
+    }
+    if (view->len == 0) rows->left = 0;
+    return 0;
+}
+
+static void next_row(Rows *rows) {
+    rows->left--;
+    for (int d = rows->dims - 1; d >= 0; d--) {
+        rows->row += rows->strides[d];
+        if (++rows->at[d] < rows->shape[d]) return;
+        rows->row -= rows->strides[d] * rows->shape[d];
+        rows->at[d] = 0;
+    }
+}
+
+/* CRC-32C: the polynomial 0x1EDC6F41, reflected. Two ways of the processor: an instruction for eight bytes, and
+multiplication without carry, which folds a block onto one that is D bytes later by x^(8D+31) and x^(8D-33) modulo the
+polynomial (Gopal et al., "Fast CRC Computation Using PCLMULQDQ Instruction", Intel 2009). */
+
+__attribute__((target("sse4.2"))) static uint32_t crc_words(uint32_t crc, const uint8_t *p, size_t n) {
+    uint64_t c = crc;
+    for (; n >= 8; p += 8, n -= 8) {
+        uint64_t word;
+        memcpy(&word, p, 8);
+        c = _mm_crc32_u64(c, word);
+    }
+    for (; n; p++, n--) c = _mm_crc32_u8((uint32_t)c, *p);
+    return (uint32_t)c;
+}
+
+#define FOLD128(x, k, y) \
+    _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, k, 0x00), _mm_clmulepi64_si128(x, k, 0x11)), y)
+
+__attribute__((target("sse4.2,pclmul"))) static uint32_t finish(__m128i x, const uint8_t *p, size_t n) {
+    uint64_t c = _mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(x));
+    c = _mm_crc32_u64(c, (uint64_t)_mm_extract_epi64(x, 1));
+    return crc_words((uint32_t)c, p, n);
+}
+
+__attribute__((target("sse4.2,pclmul"))) static uint32_t crc_sse(uint32_t crc, const uint8_t *p, size_t n) {
+    if (n < 128) return crc_words(crc, p, n);
+    const __m128i by64 = _mm_set_epi64x(0x9e4addf8, 0x740eef02), by16 = _mm_set_epi64x(0x493c7d27, 0xf20c0dfe);
+    const __m128i *b = (const __m128i *)p;
+    __m128i x0 = _mm_xor_si128(_mm_loadu_si128(b), _mm_cvtsi32_si128((int)crc));
+    __m128i x1 = _mm_loadu_si128(b + 1), x2 = _mm_loadu_si128(b + 2), x3 = _mm_loadu_si128(b + 3);
+    for (p += 64, n -= 64; n >= 64; p += 64, n -= 64) {
+        b = (const __m128i *)p;
+        x0 = FOLD128(x0, by64, _mm_loadu_si128(b));
+        x1 = FOLD128(x1, by64, _mm_loadu_si128(b + 1));
+        x2 = FOLD128(x2, by64, _mm_loadu_si128(b + 2));
+        x3 = FOLD128(x3, by64, _mm_loadu_si128(b + 3));
+    }
+    x1 = FOLD128(x0, by16, x1);
+    x2 = FOLD128(x1, by16, x2);
+    x3 = FOLD128(x2, by16, x3);
+    return finish(x3, p, n);
+}
+
+#define FOLD512(x, k, y) \
+    _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(x, k, 0x00), _mm512_clmulepi64_epi128(x, k, 0x11), y, 0x96)
+
+__attribute__((target("avx512f,avx512vl,vpclmulqdq,sse4.2,pclmul"))) static uint32_t crc_avx512(
+    uint32_t crc, const uint8_t *p, size_t n) {
+    if (n < 512) return crc_sse(crc, p, n);
+    const __m512i by256 = _mm512_broadcast_i32x4(_mm_set_epi64x(0xb9e02b86, 0xdcb17aa4));
+    const __m512i by64 = _mm512_broadcast_i32x4(_mm_set_epi64x(0x9e4addf8, 0x740eef02));
+    const __m128i by48 = _mm_set_epi64x(0xddc0152b, 0x1c291d04), by32 = _mm_set_epi64x(0xba4fc28e, 0x3da6d0cb);
+    const __m128i by16 = _mm_set_epi64x(0x493c7d27, 0xf20c0dfe);
+    __m512i x0 = _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
+    __m512i x1 = _mm512_loadu_si512(p + 64), x2 = _mm512_loadu_si512(p + 128), x3 = _mm512_loadu_si512(p + 192);
+    for (p += 256, n -= 256; n >= 256; p += 256, n -= 256) {
+        x0 = FOLD512(x0, by256, _mm512_loadu_si512(p));
+        x1 = FOLD512(x1, by256, _mm512_loadu_si512(p + 64));
+        x2 = FOLD512(x2, by256, _mm512_loadu_si512(p + 128));
+        x3 = FOLD512(x3, by256, _mm512_loadu_si512(p + 192));
+    }
+    x1 = FOLD512(x0, by64, x1);
+    x2 = FOLD512(x1, by64, x2);
+    x3 = FOLD512(x2, by64, x3);
+    __m128i a = _mm512_extracti32x4_epi32(x3, 3);
+    a = FOLD128(_mm512_extracti32x4_epi32(x3, 2), by16, a);
+    a = FOLD128(_mm512_extracti32x4_epi32(x3, 1), by32, a);
+    a = FOLD128(_mm512_castsi512_si128(x3), by48, a);
+    return finish(a, p, n);
+}
+
+static uint32_t (*crc_bytes)(uint32_t, const uint8_t *, size_t);
+
+static PyObject *crc32c(PyObject *module, PyObject *args) {
+    PyObject *buffer;
+    unsigned int value = 0;
+    Py_buffer view;
+    Rows rows;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O|I", &buffer, &value)) return NULL;
+    if (PyObject_GetBuffer(buffer, &view, PyBUF_STRIDES)) return NULL;
+    if (rows_of(&view, &rows)) {
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    uint32_t crc = ~value;
+    Py_BEGIN_ALLOW_THREADS
+    for (; rows.left; next_row(&rows)) crc = crc_bytes(crc, (const uint8_t *)rows.row, (size_t)rows.run);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
+    return PyLong_FromUnsignedLong(~crc & 0xffffffff);
+}
+
+typedef struct {
+    Rows rows;
+    Py_ssize_t used; /* bytes of this row */
+    uint32_t crc;
+} Target;
+
+typedef struct {
+    Target *targets;
+    Py_ssize_t count, next;
+    struct iovec vectors[MAX_VECTORS];
+    Target *owners[MAX_VECTORS];
+} Targets;
+
+/* Prepares up to `limit` bytes, or the limit of `preadv`, of what has yet to be read; returns the number of vectors. */
+static int prepare(Targets *all, size_t limit) {
+    int n = 0;
+    for (size_t bytes = 0; all->next < all->count && n < MAX_VECTORS && bytes < limit;) {
+        Target *target = &all->targets[all->next];
+        if (!target->rows.left) {
+            all->next++;
+            continue;
+        }
+        size_t left = (size_t)(target->rows.run - target->used), take = left < limit - bytes ? left : limit - bytes;
+        all->owners[n] = target;
+        all->vectors[n].iov_base = target->rows.row + target->used;
+        all->vectors[n++].iov_len = take;
+        bytes += take;
+        target->used += (Py_ssize_t)take;
+        if (take == left) {
+            target->used = 0;
+            next_row(&target->rows);
+        }
+    }
+    return n;
+}
+
+/* Reads until all targets are full or the file ends; returns the bytes read, -1 with errno after an error. What is
+checked is read in pieces, each of which is still in the processor's cache when its checksum is computed. */
+static Py_ssize_t read_all(int fd, off_t offset, Targets *all, int check) {
+    Py_ssize_t done = 0;
+    for (;;) {
+        int n = prepare(all, check ? PIECE : SIZE_MAX);
+        if (!n) return done;
+        for (int k = 0; k < n;) {
+            ssize_t got = preadv(fd, all->vectors + k, n - k, offset + done);
+            if (got < 0 && errno == EINTR) continue;
+            if (got < 0) return -1;
+            if (got == 0) return done;
+            done += got;
+            while (got) {
+                struct iovec *v = &all->vectors[k];
+                size_t part = (size_t)got < v->iov_len ? (size_t)got : v->iov_len;
+                if (check) all->owners[k]->crc = crc_bytes(all->owners[k]->crc, v->iov_base, part);
+                v->iov_base = (char *)v->iov_base + part;
+                v->iov_len -= part;
+                got -= (ssize_t)part;
+                if (!v->iov_len) k++;
+            }
+        }
+    }
+}
+
+static PyObject *read_into(PyObject *module, PyObject *args) {
+    int fd;
+    long long offset;
+    PyObject *given, *crcs = Py_None, *buffers, *result = NULL;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iLO|O", &fd, &offset, &given, &crcs)) return NULL;
+    if (!(buffers = PySequence_Tuple(given))) return NULL;
+    int check = crcs != Py_None;
+    Py_ssize_t count = PyTuple_Size(buffers), open = 0;
+    Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
+    Targets *all = PyMem_Malloc(sizeof(Targets));
+    Target *targets = PyMem_Calloc((size_t)count + 1, sizeof(Target));
+    if (!views || !all || !targets) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    if (check && (!PyList_Check(crcs) || PyList_Size(crcs) != count)) {
+        PyErr_SetString(PyExc_ValueError, "crcs is not a list with a number for each buffer");
+        goto end;
+    }
+    for (; open < count; open++) {
+        if (PyObject_GetBuffer(PyTuple_GetItem(buffers, open), &views[open], PyBUF_STRIDES)) goto end;
+        int refused = rows_of(&views[open], &targets[open].rows);
+        if (!refused && views[open].readonly && views[open].len) {
+            PyErr_SetString(PyExc_BufferError, "a buffer is not writable");
+            refused = 1;
+        }
+        if (!refused && check) {
+            unsigned long before = PyLong_AsUnsignedLong(PyList_GetItem(crcs, open));
+            refused = before == (unsigned long)-1 && PyErr_Occurred();
+            targets[open].crc = ~(uint32_t)before;
+        }
+        if (refused) {
+            PyBuffer_Release(&views[open]);
+            goto end;
+        }
+    }
+    all->targets = targets;
+    all->count = count;
+    all->next = 0;
+    Py_ssize_t done;
+    Py_BEGIN_ALLOW_THREADS
+    done = read_all(fd, (off_t)offset, all, check);
+    Py_END_ALLOW_THREADS
+    if (done < 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        goto end;
+    }
+    for (Py_ssize_t k = 0; check && k < count; k++) {
+        PyObject *crc = PyLong_FromUnsignedLong(~targets[k].crc & 0xffffffff);
+        if (!crc || PyList_SetItem(crcs, k, crc)) goto end;
+    }
+    result = PyLong_FromSsize_t(done);
+end:
+    while (open > 0) PyBuffer_Release(&views[--open]);
+    PyMem_Free(views);
+    PyMem_Free(all);
+    PyMem_Free(targets);
+    Py_DECREF(buffers);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"crc32c", crc32c, METH_VARARGS, "crc32c(buffer, value=0): the CRC-32C of a buffer, continued from `value`."},
+    {"read_into", read_into, METH_VARARGS, "read_into(fd, offset, buffers, crcs=None): fill buffers, and continue a CRC-32C with each; returns the bytes read."},
+    {NULL, NULL, 0, NULL}};
+
+static int ready(PyObject *module) {
+    (void)module;
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul")) {
+        PyErr_SetString(PyExc_ImportError, "this processor has no instructions for CRC-32C");
+        return -1;
+    }
+    int wide = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq");
+    crc_bytes = wide ? crc_avx512 : crc_sse;
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, ready}, {0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

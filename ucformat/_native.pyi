@@ -1,0 +1,6 @@
+from collections.abc import Sequence
+
+from typing_extensions import Buffer
+
+def crc32c(buffer: Buffer, value: int = 0, /) -> int: ...
+def read_into(fd: int, offset: int, buffers: Sequence[Buffer], crcs: list[int] | None = None, /) -> int: ...

@@ -1,0 +1,122 @@
+"""Reading and checksums of strided memory.
+
+A *strided buffer* is a memoryview of bytes whose last dim is contiguous: rows at regular distances, such as a slice of
+a matrix. `ucformat/_native.c` does both at memory speed and releases the GIL. It is built for Linux on x86-64;
+elsewhere, and where there was no compiler, the same functions here do it in Python.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+try:
+    from ucformat._native import crc32c as _native_crc32c
+    from ucformat._native import read_into as _native_read_into
+
+    NATIVE = True
+except ImportError:
+    NATIVE = False
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ucformat.storage.base import Bytes, Checksums
+
+__all__ = ["NATIVE", "SHORT_ROW", "checksum", "extend", "fill", "read_scattered", "rows"]
+
+#: Bytes of rows that are cheaper to read into contiguous memory and to copy than to read directly into place.
+SHORT_ROW = 1 << 10 if NATIVE else 8 << 10
+
+_IOV_MAX = 1024
+_RELEASE_GIL = 256 << 10  # bytes whose checksum takes longer than releasing and reacquiring the GIL
+
+
+def rows(buffer: memoryview) -> Iterator[memoryview]:
+    """The contiguous parts of a buffer, in C order, each as a memoryview of bytes.
+
+    Args:
+        buffer: a C-contiguous buffer of any item type, or a strided buffer.
+    """
+    if not buffer.nbytes:
+        return
+    if buffer.c_contiguous:
+        yield buffer.cast("B")
+        return
+    import numpy as np  # here, because most commands read no tensors
+
+    array = np.asarray(buffer)
+    for at in np.ndindex(array.shape[:-1]):
+        yield array[at].data
+
+
+def fill(buffers: Sequence[memoryview], data: memoryview, crcs: Checksums | None = None) -> None:
+    """Copy bytes into buffers, one after another.
+
+    Args:
+        buffers: writable buffers, as for `rows`.
+        data: contiguous bytes, as many as the buffers have.
+        crcs: as for `extend`.
+    """
+    for buffer in buffers:
+        for row in rows(buffer):
+            row[:] = data[: row.nbytes]
+            data = data[row.nbytes :]
+    extend(crcs, buffers)
+
+
+def extend(crcs: Checksums | None, buffers: Sequence[memoryview]) -> None:
+    """Continue a CRC-32C with each buffer, in place.
+
+    Args:
+        crcs: the CRC-32C of what precedes each buffer (None: do nothing).
+        buffers: the buffers, as for `rows`.
+    """
+    if crcs is not None:
+        crcs[:] = map(checksum, buffers, crcs)
+
+
+def checksum(data: Bytes, before: int = 0) -> int:
+    """The CRC-32C (Castagnoli, RFC 3720) of bytes.
+
+    Args:
+        data: a buffer, as for `rows`.
+        before: CRC-32C of preceding bytes to continue from (default: none).
+    """
+    if NATIVE:
+        return _native_crc32c(data, before)
+    from crc32c import crc32c
+
+    for row in rows(memoryview(data)):
+        before = crc32c(row, before, gil_release_mode=1 if row.nbytes >= _RELEASE_GIL else 0)
+    return before
+
+
+def read_scattered(fd: int, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> int:
+    """Read a contiguous range of a file into buffers, one after another.
+
+    Args:
+        fd: file descriptor.
+        offset: first byte.
+        buffers: writable buffers, as for `rows`.
+        crcs: as for `extend`.
+
+    Returns:
+        the number of bytes read, which is less than the size of the buffers only at the end of the file.
+    """
+    if NATIVE:
+        return _native_read_into(fd, offset, buffers, crcs)
+    remaining = [row for buffer in buffers for row in rows(buffer)]
+    remaining.reverse()
+    done = 0
+    while remaining:
+        got = os.preadv(fd, remaining[: -_IOV_MAX - 1 : -1], offset + done)
+        if got == 0:
+            break
+        done += got
+        while remaining and got >= remaining[-1].nbytes:
+            got -= remaining.pop().nbytes
+        if got:
+            remaining[-1] = remaining[-1][got:]
+    extend(crcs, buffers)
+    return done
