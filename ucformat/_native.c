@@ -15,7 +15,8 @@ file is not built for. */
 
 #define MAX_DIMS 64
 #define MAX_VECTORS 1024 /* IOV_MAX of Linux */
-#define PIECE (256 << 10) /* bytes that are read at once if they are checked */
+#define PIECE (256 << 10)  /* bytes that are read at once if they are checked or copied */
+#define SHORT_ROW 4096    /* bytes of rows that `preadv` takes longer to fill than to copy */
 
 /* The rows of a buffer: runs of contiguous bytes at the indices of the leading dims. */
 typedef struct {
@@ -158,6 +159,7 @@ static PyObject *crc32c(PyObject *module, PyObject *args) {
 typedef struct {
     Rows rows;
     Py_ssize_t used; /* bytes of this row */
+    size_t left;     /* bytes of all rows that have yet to be read */
     uint32_t crc;
 } Target;
 
@@ -166,55 +168,170 @@ typedef struct {
     Py_ssize_t count, next;
     struct iovec vectors[MAX_VECTORS];
     Target *owners[MAX_VECTORS];
+    char *scratch; /* of PIECE bytes, if any row is short */
 } Targets;
 
-/* Prepares up to `limit` bytes, or the limit of `preadv`, of what has yet to be read; returns the number of vectors. */
+/* The next `n` bytes of a target have been taken care of; they end in its current row. */
+static void advance(Target *target, size_t n) {
+    target->left -= n;
+    target->used += (Py_ssize_t)n;
+    if (target->used == target->rows.run) {
+        target->used = 0;
+        next_row(&target->rows);
+    }
+}
+
+static Target *first_left(Targets *all) {
+    while (all->next < all->count && !all->targets[all->next].left) all->next++;
+    return all->next < all->count ? &all->targets[all->next] : NULL;
+}
+
+static int has_short_rows(const Target *target) { return target->rows.run < SHORT_ROW && target->rows.left > 1; }
+
+/* Prepares up to `limit` bytes of long rows, or the limit of `preadv`; returns the number of vectors. */
 static int prepare(Targets *all, size_t limit) {
     int n = 0;
-    for (size_t bytes = 0; all->next < all->count && n < MAX_VECTORS && bytes < limit;) {
-        Target *target = &all->targets[all->next];
-        if (!target->rows.left) {
-            all->next++;
-            continue;
-        }
-        size_t left = (size_t)(target->rows.run - target->used), take = left < limit - bytes ? left : limit - bytes;
+    Target *target;
+    for (size_t bytes = 0; n < MAX_VECTORS && bytes < limit && (target = first_left(all)); n++) {
+        if (has_short_rows(target)) break;
+        size_t run = (size_t)(target->rows.run - target->used), take = run < limit - bytes ? run : limit - bytes;
         all->owners[n] = target;
         all->vectors[n].iov_base = target->rows.row + target->used;
-        all->vectors[n++].iov_len = take;
+        all->vectors[n].iov_len = take;
         bytes += take;
-        target->used += (Py_ssize_t)take;
-        if (take == left) {
-            target->used = 0;
-            next_row(&target->rows);
-        }
+        advance(target, take);
     }
     return n;
+}
+
+/* Reads what `prepare` prepared. As `read_all`. */
+static Py_ssize_t read_long(int fd, off_t offset, Targets *all, int check, int n) {
+    Py_ssize_t done = 0;
+    for (int k = 0; k < n;) {
+        ssize_t got = preadv(fd, all->vectors + k, n - k, offset + done);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return -1;
+        if (got == 0) break;
+        done += got;
+        while (got) {
+            struct iovec *v = &all->vectors[k];
+            size_t part = (size_t)got < v->iov_len ? (size_t)got : v->iov_len;
+            if (check) all->owners[k]->crc = crc_bytes(all->owners[k]->crc, v->iov_base, part);
+            v->iov_base = (char *)v->iov_base + part;
+            v->iov_len -= part;
+            got -= (ssize_t)part;
+            if (!v->iov_len) k++;
+        }
+    }
+    return done;
+}
+
+/* Copies bytes, whole lines of the cache past the cache: otherwise each line is read before it is written. */
+static void stream(char *to, const char *from, size_t n) {
+    size_t head = -(uintptr_t)to & 63;
+    if (head > n) head = n;
+    memcpy(to, from, head);
+    for (to += head, from += head, n -= head; n >= 64; to += 64, from += 64, n -= 64)
+        for (int k = 0; k < 4; k++) _mm_stream_si128((__m128i *)to + k, _mm_loadu_si128((const __m128i *)from + k));
+    memcpy(to, from, n);
+}
+
+#define AHEAD 8 /* rows whose first and last lines are fetched in advance */
+#define COPY_ROWS(copy)                                                              \
+    for (; count; count--, to += step, from += run) {                                \
+        if (!aligned) {                                                              \
+            __builtin_prefetch((char *)((uintptr_t)to + AHEAD * (uintptr_t)step), 1); \
+            __builtin_prefetch((char *)((uintptr_t)to + AHEAD * (uintptr_t)step + run - 1), 1); \
+        }                                                                            \
+        copy;                                                                        \
+    }
+
+/* Copies rows of `run` bytes to addresses that are `step` bytes apart. */
+static void copy_rows(char *to, Py_ssize_t step, const char *from, size_t run, Py_ssize_t count) {
+    int aligned = !(((uintptr_t)to | (uintptr_t)step | run) & 63);
+    switch (run) {
+        case 1: COPY_ROWS(memcpy(to, from, 1)); break;
+        case 2: COPY_ROWS(memcpy(to, from, 2)); break;
+        case 4: COPY_ROWS(memcpy(to, from, 4)); break;
+        case 8: COPY_ROWS(memcpy(to, from, 8)); break;
+        case 16: COPY_ROWS(memcpy(to, from, 16)); break;
+        case 32: COPY_ROWS(memcpy(to, from, 32)); break;
+        default:
+            if (run < 64) COPY_ROWS(memcpy(to, from, run))
+            else COPY_ROWS(stream(to, from, run))
+    }
+}
+
+/* Copies what was read to the next rows. */
+static void scatter(Targets *all, const char *data, size_t n, int check) {
+    while (n) {
+        Target *target = first_left(all);
+        size_t part = n < target->left ? n : target->left;
+        if (check) target->crc = crc_bytes(target->crc, (const uint8_t *)data, part);
+        n -= part;
+        while (part) {
+            Rows *rows = &target->rows;
+            size_t run = (size_t)(rows->run - target->used), take = run < part ? run : part;
+            int d = rows->dims - 1;
+            if (!target->used && d >= 0) { /* all rows at once up to the last one of this dim */
+                Py_ssize_t count = rows->shape[d] - rows->at[d] - 1, fit = (Py_ssize_t)(part / run);
+                if (count > fit) count = fit;
+                copy_rows(rows->row, rows->strides[d], data, run, count);
+                rows->row += count * rows->strides[d];
+                rows->at[d] += count;
+                rows->left -= count;
+                target->left -= (size_t)count * run;
+                data += (size_t)count * run;
+                part -= (size_t)count * run;
+                if (take > part) take = part;
+            }
+            memcpy(rows->row + target->used, data, take);
+            data += take;
+            part -= take;
+            advance(target, take);
+        }
+    }
+}
+
+/* Reads a piece of short rows, which `preadv` takes longer to fill than to copy. As `read_all`. */
+static Py_ssize_t read_short(int fd, off_t offset, Targets *all, int check) {
+    size_t wanted = 0, done = 0;
+    for (Py_ssize_t k = all->next; k < all->count && wanted < PIECE; k++) {
+        Target *target = &all->targets[k];
+        if (target->left && target->rows.run >= SHORT_ROW) break;
+        wanted += target->left;
+    }
+    if (wanted > PIECE) wanted = PIECE;
+    while (done < wanted) {
+        ssize_t got = pread(fd, all->scratch + done, wanted - done, offset + (off_t)done);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return -1;
+        if (got == 0) break;
+        done += (size_t)got;
+    }
+    scatter(all, all->scratch, done, check);
+    _mm_sfence();
+    return (Py_ssize_t)done;
 }
 
 /* Reads until all targets are full or the file ends; returns the bytes read, -1 with errno after an error. What is
 checked is read in pieces, each of which is still in the processor's cache when its checksum is computed. */
 static Py_ssize_t read_all(int fd, off_t offset, Targets *all, int check) {
     Py_ssize_t done = 0;
-    for (;;) {
-        int n = prepare(all, check ? PIECE : SIZE_MAX);
-        if (!n) return done;
-        for (int k = 0; k < n;) {
-            ssize_t got = preadv(fd, all->vectors + k, n - k, offset + done);
-            if (got < 0 && errno == EINTR) continue;
-            if (got < 0) return -1;
-            if (got == 0) return done;
-            done += got;
-            while (got) {
-                struct iovec *v = &all->vectors[k];
-                size_t part = (size_t)got < v->iov_len ? (size_t)got : v->iov_len;
-                if (check) all->owners[k]->crc = crc_bytes(all->owners[k]->crc, v->iov_base, part);
-                v->iov_base = (char *)v->iov_base + part;
-                v->iov_len -= part;
-                got -= (ssize_t)part;
-                if (!v->iov_len) k++;
-            }
+    for (Target *target; (target = first_left(all));) {
+        Py_ssize_t got, wanted = 0;
+        if (has_short_rows(target)) {
+            got = read_short(fd, offset + done, all, check);
+        } else {
+            int n = prepare(all, check ? PIECE : SIZE_MAX);
+            for (int k = 0; k < n; k++) wanted += (Py_ssize_t)all->vectors[k].iov_len;
+            got = read_long(fd, offset + done, all, check, n);
         }
+        if (got < 0) return -1;
+        done += got;
+        if (got == 0 || got < wanted) return done;
     }
+    return done;
 }
 
 static PyObject *read_into(PyObject *module, PyObject *args) {
@@ -227,7 +344,7 @@ static PyObject *read_into(PyObject *module, PyObject *args) {
     int check = crcs != Py_None;
     Py_ssize_t count = PyTuple_Size(buffers), open = 0;
     Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
-    Targets *all = PyMem_Malloc(sizeof(Targets));
+    Targets *all = PyMem_Calloc(1, sizeof(Targets));
     Target *targets = PyMem_Calloc((size_t)count + 1, sizeof(Target));
     if (!views || !all || !targets) {
         PyErr_NoMemory();
@@ -253,10 +370,15 @@ static PyObject *read_into(PyObject *module, PyObject *args) {
             PyBuffer_Release(&views[open]);
             goto end;
         }
+        targets[open].left = (size_t)views[open].len;
+        if (has_short_rows(&targets[open]) && !all->scratch && !(all->scratch = PyMem_Malloc(PIECE))) {
+            PyErr_NoMemory();
+            PyBuffer_Release(&views[open]);
+            goto end;
+        }
     }
     all->targets = targets;
     all->count = count;
-    all->next = 0;
     Py_ssize_t done;
     Py_BEGIN_ALLOW_THREADS
     done = read_all(fd, (off_t)offset, all, check);
@@ -273,6 +395,7 @@ static PyObject *read_into(PyObject *module, PyObject *args) {
 end:
     while (open > 0) PyBuffer_Release(&views[--open]);
     PyMem_Free(views);
+    if (all) PyMem_Free(all->scratch);
     PyMem_Free(all);
     PyMem_Free(targets);
     Py_DECREF(buffers);

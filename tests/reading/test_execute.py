@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DTYPES = {1: "uint8", 2: "uint16", 4: "float32", 8: "float64", 16: "complex128"}
 VERIFY: list[Verify] = ["whole", "always", "never"]
 COSTS = st.sampled_from([Costs(), Costs(0, 50, 20), Costs(7, 1 << 20, 0), Costs(40, 1 << 20, 1 << 20)])
-SIZES = st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 16, 8192]))
+SIZES = st.tuples(st.sampled_from([1, 2]), st.sampled_from([0, 16, 8192]), st.sampled_from([1, 40, 1 << 20]))
 
 
 def random_tensor(shape: tuple[int, ...], itemsize: int, seed: int = 0) -> np.ndarray:
@@ -83,13 +83,13 @@ def check_reads(
     boxes: list[Box],
     verify: Verify,
     costs: Costs,
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int],
 ) -> None:
     """Each box is read exactly into a strided buffer, and the bytes read are those of the plan.
 
-    Of `sizes`, the first is the distance of the elements of a row, the other replaces SHORT_ROW.
+    Of `sizes`, the first is the distance of the elements of a row, the others replace SHORT_ROW and _MIN_RUN.
     """
-    step, short_row = sizes
+    step, short_row, min_run = sizes
     info = TensorInfo("t", "weight", DTYPES[a.dtype.itemsize], a.shape)
     spaces = [np.zeros([2 * n for n in b.shape], a.dtype) for b in boxes]
     every_other: list[Any] = [
@@ -103,7 +103,7 @@ def check_reads(
     ]
     plan = make_plan([ReadItem(info, extents, pieces)], verify, costs)
     recorder = RecordingStore(store)
-    with mock.patch.multiple(reading, SHORT_ROW=short_row):
+    with mock.patch.multiple(reading, SHORT_ROW=short_row, _MIN_RUN=min_run):
         execute(plan, recorder, [memory_of(o) for o in outs], ["t"] * len(outs), threads=2)
     for b, o, space in zip(boxes, outs, spaces, strict=True):
         assert o.tobytes() == a[slices(b)].tobytes()
@@ -124,7 +124,7 @@ def check_reads(
     sizes=SIZES,
 )
 def test_chunked_tensors_read_exactly(
-    case: tuple[tuple[int, ...], int, list[Box]], target: int, verify: Verify, costs: Costs, sizes: tuple[int, int]
+    case: tuple[tuple[int, ...], int, list[Box]], target: int, verify: Verify, costs: Costs, sizes: tuple[int, int, int]
 ) -> None:
     shape, itemsize, boxes = case
     a = random_tensor(shape, itemsize)
@@ -149,7 +149,7 @@ def test_raw_extents_read_exactly(
     verify: Verify,
     order: list[int],
     costs: Costs,
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int],
     seal: bool,
 ) -> None:
     """Extents in any cut of the tensor, at odd offsets, their dims in any order in the file."""

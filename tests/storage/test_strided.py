@@ -143,18 +143,31 @@ def test_a_read_of_more_bytes_than_the_system_reads_at_once() -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize("nbytes", [1, 1025])
+@pytest.mark.parametrize("nbytes", [1, 2, 3, 4, 8, 16, 32, 384, 1023, 1024, 1025])
 def test_more_rows_than_one_call_takes(nbytes: int) -> None:
-    memory = np.zeros((5000, nbytes + 1), np.uint8)
-    data = os.urandom(5000 * nbytes)
+    """Tiles with short or long rows, and between them the four bytes of a checksum."""
+    count = max(1, 300_000 // nbytes // 9)
+    memory = np.zeros((3, count, 5, nbytes + 1), np.uint8)
+    tiles = [memory[0, :, ::2, :nbytes], memory[1, :, 1:4, :nbytes], memory[2, :, :3, :nbytes]]
+    stored = [bytearray(4) for _ in tiles]
+    buffers = [b for tile, four in zip(tiles, stored, strict=True) for b in (tile.data, memoryview(four))]
+    data = os.urandom(3 * (tiles[0].size + 4))
     fd = os.memfd_create("rows")
     try:
-        os.pwrite(fd, data, 0)
-        assert strided.read_scattered(fd, 0, [memory[:, :nbytes].data]) == len(data)
+        os.pwrite(fd, data, 11)
+        crcs = list(range(6))
+        assert strided.read_scattered(fd, 11, buffers, crcs) == len(data)
+        assert crcs == [crc32c(strided_bytes(b), k) for k, b in enumerate(buffers)]
     finally:
         os.close(fd)
-    assert memory[:, :nbytes].tobytes() == data
-    assert not memory[:, nbytes:].any()
+    assert b"".join(map(strided_bytes, buffers)) == data
+    for tile in tiles:
+        tile[...] = 0
+    assert not memory.any()
+
+
+def strided_bytes(buffer: memoryview) -> bytes:
+    return np.asarray(buffer).tobytes()
 
 
 def test_what_cannot_be_read_into_is_refused() -> None:

@@ -7,13 +7,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from itertools import repeat
+from itertools import product, repeat
+from operator import mul
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
-from ucformat.geometry.box import is_non_overlapping, row_major
+from ucformat.geometry.box import is_non_overlapping
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.base import read_ranges
 from ucformat.storage.strided import SHORT_ROW, checksum
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     Progress = Callable[[int], None]
 
 __all__ = ["check_out", "default_threads", "execute", "is_direct", "memory_of", "place_checksum"]
+
+_MIN_RUN = 16 << 10  # bytes of contiguous runs that are read directly into place although there are gaps between them
 
 
 def default_threads() -> int:
@@ -252,29 +255,36 @@ def _read_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: Me
 def _direct_buffers(copy: Copy, nbytes: int, memory: Memory) -> Iterator[memoryview]:
     """The buffers to read a request into if its bytes have the same order in the file and in memory; none if not.
 
-    Of chunks that are verified, one each. Bytes between rows that are adjacent up to a gap go to a buffer that nobody
+    Of chunks that are verified, one each. Bytes between runs that are adjacent up to gaps go to a buffer that nobody
     reads.
     """
     block, shape = copy.block, copy.shape
     if shape[-1] < SHORT_ROW and len(shape) > 1:
         return
-    ordered = copy.src_strides == row_major(shape)
+    outer = len(shape)  # dims over which runs are repeated that are contiguous in the file
+    run = 1
+    while outer and copy.src_strides[outer - 1] == run:
+        outer -= 1
+        run *= shape[outer]
     if block is not None:
-        if not ordered or copy.nbytes != block.nbytes:
+        if run == block.nbytes:
+            for k in range(copy.count):
+                yield _strided(memory, copy.dst + k * copy.dst_step, shape, copy.dst_strides)
+        return
+    span = run
+    for n, step in zip(reversed(shape[:outer]), reversed(copy.src_strides[:outer]), strict=True):
+        if step < span or run < _MIN_RUN:
             return
-        for k in range(copy.count):
-            yield _strided(memory, copy.dst + k * copy.dst_step, shape, copy.dst_strides)
-    elif ordered and copy.count == 1 and copy.nbytes == nbytes:
-        yield _strided(memory, copy.dst, shape, copy.dst_strides)
-    elif len(shape) > 1 and copy.src_strides[1:] == row_major(shape[1:]):
-        gap = copy.src_strides[0] - copy.nbytes // shape[0]
-        if copy.count > 1 or copy.nbytes + (shape[0] - 1) * gap != nbytes:
-            return
-        between = memoryview(bytearray(gap))
-        for k in range(shape[0]):
-            if k:
-                yield between
-            yield _strided(memory, copy.dst + k * copy.dst_strides[0], shape[1:], copy.dst_strides[1:])
+        span += (n - 1) * step
+    if copy.count > 1 or copy.src or span != nbytes:
+        return
+    at = 0
+    for index in product(*map(range, shape[:outer])):
+        src, dst = (sum(map(mul, index, strides)) for strides in (copy.src_strides, copy.dst_strides))
+        if src > at:
+            yield memoryview(bytearray(src - at))
+        yield _strided(memory, copy.dst + dst, shape[outer:], copy.dst_strides[outer:])
+        at = src + run
 
 
 def _strided(memory: Memory, begin: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> memoryview:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["NATIVE", "SHORT_ROW", "checksum", "extend", "fill", "read_scattered", "rows"]
 
 #: Bytes of rows that are cheaper to read into contiguous memory and to copy than to read directly into place.
-SHORT_ROW = 1 << 10 if NATIVE else 8 << 10
+SHORT_ROW = 0 if NATIVE else 8 << 10
 
 _IOV_MAX = 1024
 _RELEASE_GIL = 256 << 10  # bytes whose checksum takes longer than releasing and reacquiring the GIL
