@@ -227,14 +227,22 @@ static Py_ssize_t read_long(int fd, off_t offset, Targets *all, int check, int n
 }
 
 /* Copies bytes, whole lines of the cache past the cache: otherwise each line is read before it is written. */
-static void stream(char *to, const char *from, size_t n) {
-    size_t head = -(uintptr_t)to & 63;
-    if (head > n) head = n;
-    memcpy(to, from, head);
-    for (to += head, from += head, n -= head; n >= 64; to += 64, from += 64, n -= 64)
-        for (int k = 0; k < 4; k++) _mm_stream_si128((__m128i *)to + k, _mm_loadu_si128((const __m128i *)from + k));
+#define STREAM(line)                                                 \
+    size_t head = -(uintptr_t)to & 63;                               \
+    if (head > n) head = n;                                          \
+    memcpy(to, from, head);                                          \
+    for (to += head, from += head, n -= head; n >= 64; to += 64, from += 64, n -= 64) line; \
     memcpy(to, from, n);
+
+static void stream_sse(char *to, const char *from, size_t n) {
+    STREAM(for (int k = 0; k < 4; k++) _mm_stream_si128((__m128i *)to + k, _mm_loadu_si128((const __m128i *)from + k)))
 }
+
+__attribute__((target("avx512f"))) static void stream_avx512(char *to, const char *from, size_t n) {
+    STREAM(_mm512_stream_si512((__m512i *)to, _mm512_loadu_si512(from)))
+}
+
+static void (*stream)(char *, const char *, size_t);
 
 #define AHEAD 8 /* rows whose first and last lines are fetched in advance */
 #define COPY_ROWS(copy)                                                              \
@@ -402,7 +410,27 @@ end:
     return result;
 }
 
+static PyObject *copy(PyObject *module, PyObject *args) {
+    Py_buffer to, from;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "w*y*", &to, &from)) return NULL;
+    int fits = to.len == from.len;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        stream(to.buf, from.buf, (size_t)to.len);
+        _mm_sfence();
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_SetString(PyExc_ValueError, "the buffers differ in size");
+    }
+    PyBuffer_Release(&to);
+    PyBuffer_Release(&from);
+    if (!fits) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"copy", copy, METH_VARARGS, "copy(to, source): copy bytes past the cache."},
     {"crc32c", crc32c, METH_VARARGS, "crc32c(buffer, value=0): the CRC-32C of a buffer, continued from `value`."},
     {"read_into", read_into, METH_VARARGS, "read_into(fd, offset, buffers, crcs=None): fill buffers, and continue a CRC-32C with each; returns the bytes read."},
     {NULL, NULL, 0, NULL}};
@@ -416,6 +444,7 @@ static int ready(PyObject *module) {
     }
     int wide = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq");
     crc_bytes = wide ? crc_avx512 : crc_sse;
+    stream = wide ? stream_avx512 : stream_sse;
     return 0;
 }
 

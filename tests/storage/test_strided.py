@@ -170,6 +170,17 @@ def strided_bytes(buffer: memoryview) -> bytes:
     return np.asarray(buffer).tobytes()
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1000, (1 << 20) + 7])
+def test_bytes_are_copied_to_and_from_any_alignment(nbytes: int) -> None:
+    data = os.urandom(nbytes + 70)
+    for skip in (0, 1, 5, 64):
+        memory = bytearray(nbytes + 70)
+        strided.copy_bytes(memoryview(memory)[skip : skip + nbytes], memoryview(data)[3 : 3 + nbytes])
+        assert memory == bytes(skip) + data[3 : 3 + nbytes] + bytes(70 - skip)
+    with pytest.raises(ValueError, match=r"differ|broadcast"):
+        strided.copy_bytes(memoryview(memory), memoryview(data)[1:])
+
+
 def test_what_cannot_be_read_into_is_refused() -> None:
     columns = np.zeros((4, 6), np.uint8)[:, ::2]
     frozen = memoryview(b"abcdef")

@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 try:
+    from ucformat._native import copy as _native_copy
     from ucformat._native import crc32c as _native_crc32c
     from ucformat._native import read_into as _native_read_into
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes, Checksums
 
-__all__ = ["NATIVE", "SHORT_ROW", "checksum", "extend", "fill", "read_scattered", "rows"]
+__all__ = ["NATIVE", "SHORT_ROW", "checksum", "copy_bytes", "extend", "fill", "read_scattered", "rows"]
 
 #: Bytes of rows that are cheaper to read into contiguous memory and to copy than to read directly into place.
 SHORT_ROW = 0 if NATIVE else 8 << 10
@@ -63,6 +64,21 @@ def fill(buffers: Sequence[memoryview], data: memoryview, crcs: Checksums | None
             row[:] = data[: row.nbytes]
             data = data[row.nbytes :]
     extend(crcs, buffers)
+
+
+def copy_bytes(to: memoryview, source: memoryview) -> None:
+    """Copy a large buffer past the processor's cache.
+
+    Args:
+        to: writable, contiguous.
+        source: contiguous, of the same size.
+    """
+    if NATIVE:
+        _native_copy(to, source)
+        return
+    import numpy as np
+
+    np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))  # unlike memoryviews, it releases the GIL
 
 
 def extend(crcs: Checksums | None, buffers: Sequence[memoryview]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,14 +13,13 @@ import torch
 
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Piece
+from ucformat.storage.strided import copy_bytes
 from ucformat.torch.state.elements import Slots, dense_elements, elements_of, host_memory, map_shared
 from ucformat.torch.state.memory import devices_of, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import ThreadPoolExecutor
-
-    from numpy.typing import NDArray
 
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.torch.state.elements import Memory
@@ -165,14 +165,12 @@ def _copy_pieces(t: LocalShard, memory: Memory, copies: list[Callable[[], None]]
             begin = p.offset * itemsize
             copies += _copies(to, source[begin : begin + nbytes])
         else:
-            copies.append(_copy(dense_elements(p.box.shape, to, itemsize), elements_of(p, source, itemsize)))
+            own = dense_elements(p.box.shape, to, itemsize)
+            copies.append(partial(np.copyto, own, elements_of(p, source, itemsize)))
         at += nbytes
     return tuple(pieces)
 
 
 def _copies(to: Memory, source: Memory) -> Sequence[Callable[[], None]]:
-    return [_copy(to[i : i + _COPY_BYTES], source[i : i + _COPY_BYTES]) for i in range(0, len(to), _COPY_BYTES)]
-
-
-def _copy(to: NDArray[np.generic], source: NDArray[np.generic]) -> Callable[[], None]:
-    return lambda: np.copyto(to, source)
+    blocks = (slice(i, i + _COPY_BYTES) for i in range(0, len(to), _COPY_BYTES))
+    return [partial(copy_bytes, to[block].data, source[block].data) for block in blocks]
