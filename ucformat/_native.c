@@ -1,7 +1,7 @@
-/* Two loops over strided memory that Python cannot run at memory speed: scattered reads, and CRC-32C.
+/* Loops over strided memory that Python cannot run at memory speed: scattered reads, CRC-32C and CRC-32.
 
 A buffer here is anything with the buffer protocol whose last dim is contiguous; its bytes are taken row by row, in C
-order. Both functions release the GIL. `storage/strided.py` has the same functions in Python, for platforms that this
+order. All functions release the GIL. `storage/strided.py` has the same functions in Python, for platforms that this
 file is not built for. */
 
 #define Py_LIMITED_API 0x030b0000
@@ -63,11 +63,16 @@ static void next_row(Rows *rows) {
     }
 }
 
-/* CRC-32C: the polynomial 0x1EDC6F41, reflected. Two ways of the processor: an instruction for eight bytes, and
-multiplication without carry, which folds a block onto one that is D bytes later by x^(8D+31) and x^(8D-33) modulo the
-polynomial (Gopal et al., "Fast CRC Computation Using PCLMULQDQ Instruction", Intel 2009). */
+/* CRCs with a reflected polynomial, by multiplication without carry, which folds a block onto one that is D bytes later
+by x^(8D+31) and x^(8D-33) modulo the polynomial (Gopal et al., "Fast CRC Computation Using PCLMULQDQ Instruction", Intel
+2009). The rest takes an instruction for eight bytes of CRC-32C, a table for the CRC-32 of zip files. */
 
-__attribute__((target("sse4.2"))) static uint32_t crc_words(uint32_t crc, const uint8_t *p, size_t n) {
+typedef struct {
+    uint32_t by256[2], by64[2], by48[2], by32[2], by16[2]; /* x^(8D+31), x^(8D-33) */
+    uint32_t (*words)(uint32_t, const uint8_t *, size_t);
+} Polynomial;
+
+__attribute__((target("sse4.2"))) static uint32_t castagnoli_words(uint32_t crc, const uint8_t *p, size_t n) {
     uint64_t c = crc;
     for (; n >= 8; p += 8, n -= 8) {
         uint64_t word;
@@ -78,18 +83,32 @@ __attribute__((target("sse4.2"))) static uint32_t crc_words(uint32_t crc, const 
     return (uint32_t)c;
 }
 
+static uint32_t zip_table[256];
+
+static uint32_t zip_words(uint32_t crc, const uint8_t *p, size_t n) {
+    for (; n; p++, n--) crc = zip_table[(uint8_t)crc ^ *p] ^ crc >> 8;
+    return crc;
+}
+
+static const Polynomial castagnoli = {{0xdcb17aa4, 0xb9e02b86}, {0x740eef02, 0x9e4addf8}, {0x1c291d04, 0xddc0152b},
+                                      {0x3da6d0cb, 0xba4fc28e}, {0xf20c0dfe, 0x493c7d27}, castagnoli_words};
+static const Polynomial zip = {{0xce3371cb, 0xe95c1271}, {0x8f352d95, 0x1d9513d7}, {0x3db1ecdc, 0xaf449247},
+                               {0xf1da05aa, 0x81256527}, {0xae689191, 0xccaa009e}, zip_words};
+
+#define FACTORS(by) _mm_set_epi64x((by)[1], (by)[0])
 #define FOLD128(x, k, y) \
     _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, k, 0x00), _mm_clmulepi64_si128(x, k, 0x11)), y)
 
-__attribute__((target("sse4.2,pclmul"))) static uint32_t finish(__m128i x, const uint8_t *p, size_t n) {
-    uint64_t c = _mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(x));
-    c = _mm_crc32_u64(c, (uint64_t)_mm_extract_epi64(x, 1));
-    return crc_words((uint32_t)c, p, n);
+static uint32_t finish(const Polynomial *of, __m128i x, const uint8_t *p, size_t n) {
+    uint8_t folded[16];
+    memcpy(folded, &x, 16);
+    return of->words(of->words(0, folded, 16), p, n);
 }
 
-__attribute__((target("sse4.2,pclmul"))) static uint32_t crc_sse(uint32_t crc, const uint8_t *p, size_t n) {
-    if (n < 128) return crc_words(crc, p, n);
-    const __m128i by64 = _mm_set_epi64x(0x9e4addf8, 0x740eef02), by16 = _mm_set_epi64x(0x493c7d27, 0xf20c0dfe);
+__attribute__((target("sse4.2,pclmul"))) static uint32_t crc_sse(
+    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n) {
+    if (n < 128) return of->words(crc, p, n);
+    const __m128i by64 = FACTORS(of->by64), by16 = FACTORS(of->by16);
     const __m128i *b = (const __m128i *)p;
     __m128i x0 = _mm_xor_si128(_mm_loadu_si128(b), _mm_cvtsi32_si128((int)crc));
     __m128i x1 = _mm_loadu_si128(b + 1), x2 = _mm_loadu_si128(b + 2), x3 = _mm_loadu_si128(b + 3);
@@ -103,19 +122,17 @@ __attribute__((target("sse4.2,pclmul"))) static uint32_t crc_sse(uint32_t crc, c
     x1 = FOLD128(x0, by16, x1);
     x2 = FOLD128(x1, by16, x2);
     x3 = FOLD128(x2, by16, x3);
-    return finish(x3, p, n);
+    return finish(of, x3, p, n);
 }
 
 #define FOLD512(x, k, y) \
     _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(x, k, 0x00), _mm512_clmulepi64_epi128(x, k, 0x11), y, 0x96)
 
 __attribute__((target("avx512f,avx512vl,vpclmulqdq,sse4.2,pclmul"))) static uint32_t crc_avx512(
-    uint32_t crc, const uint8_t *p, size_t n) {
-    if (n < 512) return crc_sse(crc, p, n);
-    const __m512i by256 = _mm512_broadcast_i32x4(_mm_set_epi64x(0xb9e02b86, 0xdcb17aa4));
-    const __m512i by64 = _mm512_broadcast_i32x4(_mm_set_epi64x(0x9e4addf8, 0x740eef02));
-    const __m128i by48 = _mm_set_epi64x(0xddc0152b, 0x1c291d04), by32 = _mm_set_epi64x(0xba4fc28e, 0x3da6d0cb);
-    const __m128i by16 = _mm_set_epi64x(0x493c7d27, 0xf20c0dfe);
+    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n) {
+    if (n < 512) return crc_sse(of, crc, p, n);
+    const __m512i by256 = _mm512_broadcast_i32x4(FACTORS(of->by256)), by64 = _mm512_broadcast_i32x4(FACTORS(of->by64));
+    const __m128i by48 = FACTORS(of->by48), by32 = FACTORS(of->by32), by16 = FACTORS(of->by16);
     __m512i x0 = _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
     __m512i x1 = _mm512_loadu_si512(p + 64), x2 = _mm512_loadu_si512(p + 128), x3 = _mm512_loadu_si512(p + 192);
     for (p += 256, n -= 256; n >= 256; p += 256, n -= 256) {
@@ -131,17 +148,16 @@ __attribute__((target("avx512f,avx512vl,vpclmulqdq,sse4.2,pclmul"))) static uint
     a = FOLD128(_mm512_extracti32x4_epi32(x3, 2), by16, a);
     a = FOLD128(_mm512_extracti32x4_epi32(x3, 1), by32, a);
     a = FOLD128(_mm512_castsi512_si128(x3), by48, a);
-    return finish(a, p, n);
+    return finish(of, a, p, n);
 }
 
-static uint32_t (*crc_bytes)(uint32_t, const uint8_t *, size_t);
+static uint32_t (*crc_bytes)(const Polynomial *, uint32_t, const uint8_t *, size_t);
 
-static PyObject *crc32c(PyObject *module, PyObject *args) {
+static PyObject *crc_of(const Polynomial *of, PyObject *args) {
     PyObject *buffer;
     unsigned int value = 0;
     Py_buffer view;
     Rows rows;
-    (void)module;
     if (!PyArg_ParseTuple(args, "O|I", &buffer, &value)) return NULL;
     if (PyObject_GetBuffer(buffer, &view, PyBUF_STRIDES)) return NULL;
     if (rows_of(&view, &rows)) {
@@ -150,10 +166,20 @@ static PyObject *crc32c(PyObject *module, PyObject *args) {
     }
     uint32_t crc = ~value;
     Py_BEGIN_ALLOW_THREADS
-    for (; rows.left; next_row(&rows)) crc = crc_bytes(crc, (const uint8_t *)rows.row, (size_t)rows.run);
+    for (; rows.left; next_row(&rows)) crc = crc_bytes(of, crc, (const uint8_t *)rows.row, (size_t)rows.run);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&view);
     return PyLong_FromUnsignedLong(~crc & 0xffffffff);
+}
+
+static PyObject *crc32c(PyObject *module, PyObject *args) {
+    (void)module;
+    return crc_of(&castagnoli, args);
+}
+
+static PyObject *crc32(PyObject *module, PyObject *args) {
+    (void)module;
+    return crc_of(&zip, args);
 }
 
 typedef struct {
@@ -216,7 +242,7 @@ static Py_ssize_t read_long(int fd, off_t offset, Targets *all, int check, int n
         while (got) {
             struct iovec *v = &all->vectors[k];
             size_t part = (size_t)got < v->iov_len ? (size_t)got : v->iov_len;
-            if (check) all->owners[k]->crc = crc_bytes(all->owners[k]->crc, v->iov_base, part);
+            if (check) all->owners[k]->crc = crc_bytes(&castagnoli, all->owners[k]->crc, v->iov_base, part);
             v->iov_base = (char *)v->iov_base + part;
             v->iov_len -= part;
             got -= (ssize_t)part;
@@ -275,7 +301,7 @@ static void scatter(Targets *all, const char *data, size_t n, int check) {
     while (n) {
         Target *target = first_left(all);
         size_t part = n < target->left ? n : target->left;
-        if (check) target->crc = crc_bytes(target->crc, (const uint8_t *)data, part);
+        if (check) target->crc = crc_bytes(&castagnoli, target->crc, (const uint8_t *)data, part);
         n -= part;
         while (part) {
             Rows *rows = &target->rows;
@@ -432,6 +458,7 @@ static PyObject *copy(PyObject *module, PyObject *args) {
 static PyMethodDef methods[] = {
     {"copy", copy, METH_VARARGS, "copy(to, source): copy bytes past the cache."},
     {"crc32c", crc32c, METH_VARARGS, "crc32c(buffer, value=0): the CRC-32C of a buffer, continued from `value`."},
+    {"crc32", crc32, METH_VARARGS, "crc32(buffer, value=0): the CRC-32 of a buffer, as in zip files, continued from `value`."},
     {"read_into", read_into, METH_VARARGS, "read_into(fd, offset, buffers, crcs=None): fill buffers, and continue a CRC-32C with each; returns the bytes read."},
     {NULL, NULL, 0, NULL}};
 
@@ -439,12 +466,17 @@ static int ready(PyObject *module) {
     (void)module;
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul")) {
-        PyErr_SetString(PyExc_ImportError, "this processor has no instructions for CRC-32C");
+        PyErr_SetString(PyExc_ImportError, "this processor has no instructions for CRCs");
         return -1;
     }
     int wide = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq");
     crc_bytes = wide ? crc_avx512 : crc_sse;
     stream = wide ? stream_avx512 : stream_sse;
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t crc = byte;
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320 : 0);
+        zip_table[byte] = crc;
+    }
     return 0;
 }
 

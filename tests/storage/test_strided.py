@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,6 +73,7 @@ def test_checksums_are_those_of_the_bytes_in_order(view: NDArray[np.uint8], befo
     if flip and view.ndim > 1:
         view = view[::-1]
     assert strided.checksum(view.data, before) == crc32c(view.tobytes(), before)
+    assert strided.crc32(view.data, before) == zlib.crc32(view.tobytes(), before)
     assert b"".join(strided.rows(view.data)) == view.tobytes()
 
 
@@ -82,11 +84,14 @@ def test_checksums_of_every_length_and_alignment(nbytes: int) -> None:
         part = memoryview(data)[skip : skip + nbytes]
         assert strided.checksum(part) == crc32c(part)
         assert strided.checksum(part[nbytes // 3 :], strided.checksum(part[: nbytes // 3])) == crc32c(part)
+        assert strided.crc32(part) == zlib.crc32(part)
+        assert strided.crc32(part[nbytes // 3 :], strided.crc32(part[: nbytes // 3])) == zlib.crc32(part)
 
 
-def test_a_known_checksum() -> None:
+def test_known_checksums() -> None:
     assert strided.checksum(b"123456789") == 0xE3069283  # the check value of CRC-32C, RFC 3720's polynomial
-    assert strided.checksum(b"") == 0
+    assert strided.crc32(b"123456789") == 0xCBF43926
+    assert strided.checksum(b"") == strided.crc32(b"") == 0
 
 
 def test_checksums_of_arrays_of_any_item_type() -> None:

@@ -9,7 +9,6 @@ they are read or decoded; chunks and blocks of which only parts are read, here.
 from __future__ import annotations
 
 import threading
-import zlib
 from bisect import bisect_right, insort
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from ucformat.jobs.run import run, workers_for
 from ucformat.reading.execute import place_checksum
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.sources.zarr.values import is_checked
-from ucformat.storage.strided import checksum
+from ucformat.storage.strided import checksum, crc32
 from ucformat.storage.watched import find_watched
 from ucformat.views.viewed import inputs_of
 
@@ -48,7 +47,7 @@ class _StreamSum:
 
     def __init__(self, file: str, what: str, start: int, nbytes: int, expected: int, *, castagnoli: bool) -> None:
         self.file, self.what, self.start, self.stop, self.expected = file, what, start, start + nbytes, expected
-        self.crc: Callable[[memoryview], int] = checksum if castagnoli else zlib.crc32
+        self.crc: Callable[[memoryview], int] = checksum if castagnoli else crc32
         self.shift = CRC32C_SHIFT if castagnoli else CRC32_SHIFT
         self.left = [(self.start, self.stop)]  # ranges that have not been read yet, in order
         self.value, self.waits = 0, nbytes

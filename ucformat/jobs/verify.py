@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -31,6 +30,7 @@ from ucformat.jobs.record import contradiction, record_verification
 from ucformat.jobs.run import Report, run, workers_for
 from ucformat.references import open_reference
 from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.storage.strided import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -202,7 +202,7 @@ def _record(source: OpenSource, record: FileRecord) -> list[Problem]:
         for done in range(0, record.nbytes, _BLOCK):
             part = buffer[: min(_BLOCK, record.nbytes - done)]
             source.store.read_into(record.file, start + done, [part])
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
     except UcformatError as error:
         return [Problem(record.file, error.message)]
     if crc == record.crc32:
