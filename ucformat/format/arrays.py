@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -83,7 +84,7 @@ def _with_hash(name: str, folder: str) -> str:
 
 def group_json() -> bytes:
     """The `zarr.json` of a group."""
-    return _json_bytes({"zarr_format": 3, "node_type": "group", "attributes": {}})
+    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}, indent=1).encode()
 
 
 def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
@@ -94,6 +95,13 @@ def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
         dtype: its dtype, which Zarr calls by the same name.
         grid: its chunk and shard grids.
     """
+    attributes = json.dumps({"ucformat": {"name": key.name, "state": key.state}}, indent=1).replace("\n", "\n ")
+    return f"{_until_attributes(dtype, grid)}{attributes}\n}}".encode()
+
+
+@lru_cache(256)
+def _until_attributes(dtype: str, grid: Grid) -> str:
+    """The document up to its attributes: the layers of a model have few grids, and indented JSON is slow to make."""
     as_bytes: dict[str, Any] = {"name": "bytes"}
     if ITEMSIZE[dtype] > 1:
         as_bytes["configuration"] = {"endian": "little"}
@@ -106,7 +114,7 @@ def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
     }
     from ucformat.reading.dtypes import fill_value  # here, so that reading a manifest does not import NumPy
 
-    return _json_bytes(
+    document = json.dumps(
         {
             "zarr_format": 3,
             "node_type": "array",
@@ -116,9 +124,11 @@ def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": fill_value(dtype),
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-            "attributes": {"ucformat": {"name": key.name, "state": key.state}},
-        }
+            "attributes": {},
+        },
+        indent=1,
     )
+    return document.removesuffix("{}\n}")
 
 
 def shard_key(array: str, shard: tuple[int, ...]) -> str:
@@ -129,10 +139,6 @@ def shard_key(array: str, shard: tuple[int, ...]) -> str:
         shard: the shard's coordinates in the grid of shards.
     """
     return "/".join([array, "c", *map(str, shard)])
-
-
-def _json_bytes(document: object) -> bytes:
-    return json.dumps(document, indent=1).encode()
 
 
 @dataclass(frozen=True, slots=True)
