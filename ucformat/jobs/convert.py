@@ -396,4 +396,5 @@ def _kept(store: Store, key: str, task: _ShardTask) -> bytes | None:
 def _write_metadata(store: Store, arrays: Sequence[Array]) -> None:
     """Write every `zarr.json`: of the group, of each state, of each array."""
     put_groups(store, arrays)
-    map_io(lambda array: put_array(store, array), arrays)
+    each = map_io if store.costs.parallel else map  # on a disk, more threads would only delay those that write shards
+    list(each(lambda array: put_array(store, array), arrays))
