@@ -1,7 +1,8 @@
-"""Reading 1/8 along dim 0, 1/8 along dim 1 and all of a 1 GiB tensor from the page cache into existing memory.
+"""Reading 1/8 along dim 0, 1/8 along dim 1 and all of a 1 GiB tensor into existing memory.
 
-`python -m bench.read`. ucformat against `readinto` of as many bytes, PyTorch DCP, safetensors' `get_slice` and a
-copy, and TensorStore; each in a process of its own (`bench/readers.py`), interleaved.
+`python -m bench.read`. ucformat against the best raw way to read as many bytes from the page cache, alternated with it
+in one process and into the same memory, for memory of 4 KiB pages and of huge pages; then from the disk; then PyTorch
+DCP, safetensors' `get_slice` and a copy, and TensorStore, each in a process of its own (`bench/readers.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from typing import Any
 
 import numpy as np
 
@@ -20,61 +22,91 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.storage.local import LocalStore
 
 SHAPE = (16384, 16384)
-ROUNDS = 3
+ROUNDS = 9
+COLD_ROUNDS = 3
+PEER_ROUNDS = 3
 SLICES = ["dim 0", "dim 1", "all"]
+THREADS = ("1 thread", "2 threads")
+GOALS = {"unverified": 0.85, "verified": 0.7}
 #: name -> (reader, arguments, needs torch)
 READERS = {
-    "readinto, 1 thread": ("raw", ["1"], False),
-    "ucformat unverified, 1 thread": ("ours", ["1", "never"], False),
     "ucformat verified, 1 thread": ("ours", ["1", "whole"], False),
-    "readinto, 2 threads": ("raw", ["2"], False),
-    "ucformat unverified, 2 threads": ("ours", ["2", "never"], False),
-    "ucformat verified, 2 threads": ("ours", ["2", "whole"], False),
     "TensorStore": ("tensorstore", [], False),
     "safetensors": ("safetensors", [], False),
     "PyTorch DCP": ("dcp", [], True),
 }
 
 
-THREADS = ("1 thread", "2 threads")
-#: The least share of `readinto` that was asked.
-LEAST = {"unverified": 0.7, "verified": 0.6}
-
-
 def main() -> None:
     make_files()
-    environment = {**os.environ, "PYTHONPATH": "."}
-    results: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for _ in range(ROUNDS):
-        for what in SLICES:
-            for name, (reader, arguments, torch) in READERS.items():
-                python = str(engine("deepspeed")) if torch else ours()
-                env = {**engine_environment(), "PYTHONPATH": "."} if torch else environment
-                run([python, "bench/readers.py", reader, what, *arguments], env)
-                said = json.loads((OUT / "command.log").read_text().splitlines()[-1])
-                results.setdefault((name, what), []).append(said)
-    print(f"float32 {SHAPE}, {ROUNDS} interleaved rounds, medians:\n")
+    print(f"float32 {SHAPE}; medians of {ROUNDS} alternated rounds; the best raw way is that of any pages.\n")
     for what in SLICES:
-        seconds = {n: median([r["seconds"] for r in results[n, what]]) for n in READERS}
-        rows = []
-        for name in READERS:
-            raw = seconds["readinto, 2 threads" if name.endswith("2 threads") else "readinto, 1 thread"]
-            first = results[name, what][0]
-            rows.append(
-                [
-                    name,
-                    f"{first['needed'] / 1e9 / seconds[name]:.2f}",
-                    f"{raw / seconds[name]:.2f}",
-                    f"{seconds['PyTorch DCP'] / seconds[name]:.1f}",
-                    f"{max(r['peak'] for r in results[name, what]) / 1e6:.0f}",
-                ]
-            )
-        print(f"**{what}**\n")
-        print(table([what, "GB/s", "of readinto", "× DCP", "peak RSS above the tensor, MB"], rows) + "\n")
-        asked = [(f"ucformat {kind}, {n}", f"readinto, {n}", least) for n in THREADS for kind, least in LEAST.items()]
-        ratios = [(f"{name} ÷ readinto", f">= {least}", seconds[raw] / seconds[name]) for name, raw, least in asked]
-        name = "ucformat verified, 1 thread"
-        print(targets(*ratios, (f"{name}, × DCP", ">= 5", seconds["PyTorch DCP"] / seconds[name])) + "\n")
+        warm(what)
+    cold()
+    peers()
+
+
+def read(reader: str, what: str, arguments: list[str], *, torch: bool = False) -> Any:
+    """What a process of `bench/readers.py` prints."""
+    python = str(engine("deepspeed")) if torch else ours()
+    environment = engine_environment() if torch else dict(os.environ)
+    run([python, "bench/readers.py", reader, what, *arguments], environment | {"PYTHONPATH": "."})
+    return json.loads((OUT / "command.log").read_text().splitlines()[-1])
+
+
+def nbytes(what: str) -> int:
+    return SHAPE[0] * SHAPE[1] * 4 // (1 if what == "all" else 8)
+
+
+def warm(what: str) -> None:
+    found = {
+        pages: {name: median(times) for name, times in of.items()}
+        for pages, of in read("compare", what, [str(ROUNDS)]).items()
+    }
+    best = {
+        n: min(s for of in found.values() for name, s in of.items() if name.endswith(n) and "ucformat" not in name)
+        for n in THREADS
+    }
+    names = list(next(iter(found.values())))
+    rows = [
+        [name, *(f"{nbytes(what) / 1e9 / of[name]:.2f}" for of in found.values())]
+        + [f"{best[name.rpartition(', ')[2]] / of[name]:.2f}" for of in found.values()]
+        for name in names
+    ]
+    print(f"**{what}**\n")
+    print(table([what, *(f"GB/s, {p}" for p in found), *(f"÷ best raw, {p}" for p in found)], rows) + "\n")
+    ours_ = found["huge pages"]
+    goals = [(f"ucformat {kind}, {n}", n, least) for n in THREADS for kind, least in GOALS.items()]
+    print(targets(*((f"{name} ÷ best raw", f">= {least}", best[n] / ours_[name]) for name, n, least in goals)) + "\n")
+
+
+def cold() -> None:
+    rows = []
+    for what in SLICES:
+        times = {name: median(values) for name, values in read("cold", what, [str(COLD_ROUNDS)]).items()}
+        rows.append([what, *(f"{nbytes(what) / 1e9 / seconds:.2f}" for seconds in times.values())])
+    print(f"From the disk: GB/s, 2 threads, medians of {COLD_ROUNDS} alternated rounds.\n")
+    print(table(["", *times], rows) + "\n")
+
+
+def peers() -> None:
+    """Beside the peers, and the peak memory."""
+    rows, goals = [], []
+    for what in SLICES:
+        results: dict[str, list[dict[str, float]]] = {name: [] for name in READERS}
+        for _ in range(PEER_ROUNDS):
+            for name, (reader, arguments, torch) in READERS.items():
+                results[name].append(read(reader, what, arguments, torch=torch))
+        seconds = {name: median([r["seconds"] for r in of]) for name, of in results.items()}
+        for name, of in results.items():
+            peak = max(r["peak"] for r in of) / 1e6
+            ratio = seconds["PyTorch DCP"] / seconds[name]
+            rows.append([what, name, f"{nbytes(what) / 1e9 / seconds[name]:.2f}", f"{ratio:.1f}", f"{peak:.0f}"])
+        name = next(iter(READERS))
+        goals.append((f"{what}: {name}, × DCP", ">= 5", seconds["PyTorch DCP"] / seconds[name]))
+    print(f"Beside peers: medians of {PEER_ROUNDS} interleaved rounds.\n")
+    print(table(["", "reader", "GB/s", "× DCP", "peak RSS above the tensor, MB"], rows) + "\n")
+    print(targets(*goals) + "\n")
 
 
 def make_files() -> None:

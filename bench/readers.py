@@ -1,15 +1,22 @@
-"""One reader of `bench/read.py`: `readers.py READER SLICE [ARGUMENTS]` prints seconds, bytes needed and peak memory.
+"""What `bench/read.py` runs in processes of their own; each prints a line of JSON.
 
-Opening and planning are part of the time; memory is given. The best of three repetitions counts: the first warms the
-caches.
+`readers.py compare SLICE ROUNDS`: seconds of ucformat and of all raw ways to read as many bytes, alternated, into the
+same memory. `readers.py cold SLICE ROUNDS`: the same from the disk. `readers.py READER SLICE [ARGUMENTS]`: seconds,
+bytes needed and peak memory of one reader, the best of three repetitions. Opening and planning are part of the time;
+memory is given.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import os
 import sys
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,23 +34,118 @@ BOXES = {
     "all": (slice(None), slice(None)),
 }
 SHAPES = {"dim 0": (EIGHTH, SIZE), "dim 1": (SIZE, EIGHTH), "all": (SIZE, SIZE)}
+PAGES = {"4 KiB pages": mmap.MADV_NOHUGEPAGE, "huge pages": mmap.MADV_HUGEPAGE}
 
 
-def raw(out: Any, what: str, threads: str) -> None:
+def in_calls(fd: int, view: memoryview, at: int, nbytes: int) -> None:
+    """`preadv` of at most so many bytes at once."""
+    while view:
+        done = os.preadv(fd, [view[:nbytes]], at)
+        view, at = view[done:], at + done
+
+
+def in_vectors(fd: int, view: memoryview, at: int) -> None:
+    """`preadv` of 256 vectors of 64 KiB."""
+    while view:
+        done = os.preadv(fd, [view[i : i + (64 << 10)] for i in range(0, min(len(view), 16 << 20), 64 << 10)], at)
+        view, at = view[done:], at + done
+
+
+def mapped(fd: int, view: memoryview, at: int) -> None:
+    """Map the file, and copy."""
+    with mmap.mmap(fd, len(view), mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ, offset=at) as file:
+        np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(file, np.uint8))
+
+
+#: name -> reads the bytes of a file from an offset into memory
+RAW: dict[str, Callable[[int, memoryview, int], None]] = {
+    "one call": partial(in_calls, nbytes=1 << 40),
+    "calls of 4 MiB": partial(in_calls, nbytes=4 << 20),
+    "calls of 1 MiB": partial(in_calls, nbytes=1 << 20),
+    "`preadv`, 64 KiB": in_vectors,
+    "`mmap` + copy": mapped,
+}
+
+
+def raw(out: Any, read: Callable[[int, memoryview, int], None], threads: int, flags: int = 0) -> None:
     """As many bytes from the front of a file, each thread its part."""
-    n, view = int(threads), memoryview(out).cast("B")
-    assert len(view) <= SIZE * SIZE * 4, what
-    part = len(view) // n
+    view = memoryview(out).cast("B")
+    part = len(view) // threads
+    fd = os.open(OUT / "tensor.bin", os.O_RDONLY | flags)
+    try:
+        if threads == 1:
+            read(fd, view, 0)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda k: read(fd, view[k * part : (k + 1) * part], k * part), range(threads)))
+    finally:
+        os.close(fd)
 
-    def work(k: int) -> None:
-        with open(OUT / "tensor.bin", "rb", buffering=0) as file:  # noqa: PTH123 - unbuffered
-            file.seek(k * part)
-            mine = view[k * part : (k + 1) * part]
-            while mine:
-                mine = mine[file.readinto(mine) :]
 
-    with ThreadPoolExecutor(n) as pool:
-        list(pool.map(work, range(n)))
+def touched(what: str, advice: int) -> Any:
+    """Memory for a slice, aligned to 2 MiB, all of whose pages are there."""
+    nbytes, huge = int(np.prod(SHAPES[what])) * 4, 2 << 20
+    memory = mmap.mmap(-1, nbytes + huge)
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % huge
+    memory.madvise(advice, begin, nbytes)
+    out = np.frombuffer(memory, np.float32, nbytes // 4, begin).reshape(SHAPES[what])
+    out[...] = 1
+    return out
+
+
+def compare(what: str, rounds: str) -> dict[str, dict[str, list[float]]]:
+    """By pages and name of the reader, the seconds of each round."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for pages, advice in PAGES.items():
+        out = touched(what, advice)
+        acts: dict[str, Callable[[], None]] = {}
+        for n in (1, 2):
+            label = f"{n} thread" + "s" * (n > 1)
+            acts |= {f"{name}, {label}": partial(raw, out, read, n) for name, read in RAW.items()}
+            for kind, verify in (("unverified", "never"), ("verified", "whole")):
+                acts[f"ucformat {kind}, {label}"] = partial(ours, out, what, str(n), verify)
+        times: dict[str, list[float]] = defaultdict(list)
+        for number in range(int(rounds) + 1):
+            for name, act in acts.items():
+                seconds = timed(act)
+                if number:  # the first warms the caches
+                    times[name].append(seconds)
+        check(out, what)
+        found[pages] = times
+    return found
+
+
+def cold(what: str, rounds: str) -> dict[str, list[float]]:
+    """The seconds of each round, by name of the reader; nothing of the files is in the page cache before each."""
+    out = touched(what, mmap.MADV_HUGEPAGE)
+    acts: dict[str, Callable[[], None]] = {
+        "calls of 4 MiB": partial(raw, out, RAW["calls of 4 MiB"], 2),
+        "calls of 4 MiB, `O_DIRECT`": partial(raw, out, RAW["calls of 4 MiB"], 2, os.O_DIRECT),
+        "ucformat verified": partial(ours, out, what, "2", "whole"),
+    }
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(int(rounds)):
+        for name, act in acts.items():
+            for file in [OUT / "tensor.bin", *(p for p in (OUT / "universal").rglob("*") if p.is_file())]:
+                fd = os.open(file, os.O_RDONLY)
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+            times[name].append(timed(act))
+    check(out, what)
+    return times
+
+
+def timed(act: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun
+
+
+def check(out: Any, what: str) -> None:
+    """What ucformat read last is equal to the tensor."""
+    expected = np.memmap(OUT / "tensor.bin", np.float32, "r", shape=(SIZE, SIZE))[BOXES[what]]
+    assert np.array_equal(out[::97, ::89], expected[::97, ::89])
 
 
 def ours(out: Any, what: str, threads: str, verify: str) -> None:
@@ -113,7 +215,6 @@ def make(rows: int, columns: int) -> None:
 
 
 READERS: dict[str, Callable[..., None]] = {
-    "raw": raw,
     "ours": ours,
     "tensorstore": tensorstore,
     "safetensors": safetensors,
@@ -125,20 +226,16 @@ def main() -> None:
     reader, what, *arguments = sys.argv[1:]
     if reader == "make":
         make(*map(int, arguments))
-        return
-    out = np.zeros(SHAPES[what], np.float32)
-    out[...] = 1  # its pages are there
-    before = peak()
-    seconds = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        READERS[reader](out, what, *arguments)
-        seconds.append(time.perf_counter() - begun)
-    after = peak()
-    if reader != "raw":
-        expected = np.memmap(OUT / "tensor.bin", np.float32, "r", shape=(SIZE, SIZE))[BOXES[what]]
-        assert np.array_equal(out[::97, ::89], expected[::97, ::89])
-    print(json.dumps({"seconds": min(seconds), "needed": out.nbytes, "peak": after - before}))
+    elif reader in ("compare", "cold"):
+        print(json.dumps({"compare": compare, "cold": cold}[reader](what, *arguments)))
+    else:
+        out = np.zeros(SHAPES[what], np.float32)
+        out[...] = 1  # its pages are there
+        before = peak()
+        seconds = min(timed(partial(READERS[reader], out, what, *arguments)) for _ in range(3))
+        after = peak()
+        check(out, what)
+        print(json.dumps({"seconds": seconds, "needed": out.nbytes, "peak": after - before}))
 
 
 def peak() -> int:
