@@ -126,8 +126,11 @@ def chunk_of(shape: Sequence[int], itemsize: int, target: int, most: int) -> lis
     e = [max(1, n) for n in shape]
     total = math.prod(e) * itemsize
     if len(e) >= 2 and total > target:
-        g = [math.gcd(n, most) for n in e]
-        while total // math.prod(g) < max(itemsize, target // 16) and any(x > 1 for x in g):
+        floor = max(itemsize, target // 16)
+        g = [n if n <= most else math.gcd(n, most) for n in e]
+        if e[-1] <= most or total // math.prod(g) < floor:
+            g = [math.gcd(n, most) for n in e]
+        while total // math.prod(g) < floor and any(x > 1 for x in g):
             largest = [d for d in range(len(g)) if g[d] == max(g)]
             g[largest[0] if max(g) == 16 else largest[-1]] //= 2
         e = [n // x for n, x in zip(e, g, strict=True)]

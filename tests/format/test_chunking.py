@@ -10,13 +10,19 @@ from hypothesis import strategies as st
 
 from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid, chunk_shape, shard_shape
 from ucformat.format.shard import bands
-from ucformat.geometry.box import Box
+from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.tensor import TensorInfo
+from ucformat.geometry.tensor import Piece, TensorInfo
+from ucformat.reading.plan import ReadItem, Verify, make_plan
+from ucformat.storage.base import Costs
+from ucformat.storage.objects import ObjectStore
 
 SHAPE = st.lists(st.integers(0, 5000), max_size=4).map(tuple)
 ITEMSIZE = st.sampled_from([1, 2, 4, 8, 16])
 MIB = 1 << 20
+DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32"}
+VERIFY: tuple[Verify, ...] = ("whole", "always", "never")
+S3 = ObjectStore("s3://bucket").costs
 
 
 @given(shape=SHAPE, itemsize=ITEMSIZE, target=st.sampled_from([64, 4096, CHUNK_BYTES]))
@@ -49,6 +55,45 @@ def test_degrees_fall_on_chunk_boundaries_where_the_dim_divides(shape: tuple[int
                 assert c == n or (n // degree) % c == 0
 
 
+@pytest.mark.parametrize("shape", [(2048, 2048), (16, 512, 512), (256, 256, 8, 8), (64, 64, 32, 32)])
+def test_a_tensor_of_16_mib_keeps_four_cuts_of_each_dim(shape: tuple[int, ...]) -> None:
+    assert min(Grid.of(shape, 4).chunks) >= 4
+
+
+LENGTH = st.one_of(st.integers(1, 40), st.integers(1, 64).map(lambda n: 16 * n), st.integers(1, 2000))
+
+
+@given(data=st.data(), leading=st.lists(LENGTH, min_size=1, max_size=3), itemsize=st.sampled_from([1, 2, 4]))
+def test_what_cuts_of_large_tensors_read(data: st.DataObject, leading: list[int], itemsize: int) -> None:
+    """The bounds of ADR 0007, which hold for any dim, any number of parts, and whatever is verified."""
+    least = -(-16 * MIB // (math.prod(leading) * itemsize))  # last dim of a tensor of 16 MiB
+    last = data.draw(st.sampled_from([least, 16 * -(-least // 16), least + 7]))
+    shape = tuple(data.draw(st.permutations([*leading, last])))
+    grid = Grid.of(shape, itemsize)
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    n, chunks, edge = shape[dim], grid.chunks[dim], grid.chunk[dim]
+    parts = data.draw(st.integers(1, min(16, n)))
+    step = -(-n // parts)
+    verify = data.draw(st.sampled_from(VERIFY))
+    costs = data.draw(st.sampled_from([Costs(), S3]))
+    read = 0
+    for begin in range(0, n, step):
+        start = tuple(begin if d == dim else 0 for d in range(len(shape)))
+        extent = tuple(min(step, n - begin) if d == dim else m for d, m in enumerate(shape))
+        pieces = [(0, Piece(Box(start, extent), 0, row_major(extent)))]
+        tiles = [grid.tiles(s, f"{s}") for s in grid.shards(Box(start, extent))]
+        read += make_plan(
+            [ReadItem(TensorInfo("x", "weight", DTYPES[itemsize], shape), tiles, pieces)], verify, costs
+        ).bytes_read
+    inside = sum(boundary % edge != 0 for boundary in range(step, n, step))
+    stored = math.prod(c * e for c, e in zip(grid.chunks, grid.chunk, strict=True)) * itemsize
+    assert read <= stored * (1 + inside / chunks) * 1.011  # checksums, and gaps of up to a hundredth
+    if n % parts == 0 and parts in (2, 4):
+        assert inside == 0
+    if n % parts == 0 and parts in (8, 16):
+        assert inside / chunks <= parts / 4 - 1
+
+
 @pytest.mark.parametrize(
     ("shape", "itemsize", "chunk", "shard"),
     [
@@ -65,6 +110,11 @@ def test_degrees_fall_on_chunk_boundaries_where_the_dim_divides(shape: tuple[int
         ((64 * MIB,), 4, (MIB // 4,), (32 * MIB,)),
         ((50257, 768), 4, (50257, 48), None),
         ((8, 14336, 4096), 2, (1, 896, 256), None),
+        ((5, 2048, 2048), 4, (1, 128, 128), None),
+        ((12, 2048, 2048), 4, (1, 128, 128), None),
+        ((5, 1024, 2048), 4, (5, 64, 128), None),  # single indices would make chunks of 32 KiB
+        ((28, 3, 4096, 4096), 2, (7, 1, 256, 256), None),
+        ((2048, 2048, 3, 3), 4, (128, 128, 3, 3), None),  # and not rows of one element
     ],
 )
 def test_examples(shape: tuple[int, ...], itemsize: int, chunk: tuple[int, ...], shard: tuple[int, ...] | None) -> None:

@@ -42,10 +42,12 @@ def chunk_shape(
     """Choose the shape of a tensor's chunks.
 
     A tensor of at most `target` bytes is one chunk. A larger one of two or more dims is tiled first, so that the
-    degrees 1 to `cuts` of each dim fall on chunk boundaries if the dim divides; dims that do not divide stay whole.
-    If tiles would get too small, the dim with the most cuts gets fewer; of several such dims the first one while they
-    have 16 cuts, then the last one: ranks most often read an eighth of the rows, which should be whole tiles. A tile
-    that is still larger than `target` is cut along its first dims.
+    degrees 1 to `cuts` of each dim fall on chunk boundaries if the dim divides; dims that do not divide stay whole. A
+    dim of at most `cuts` elements, such as experts or layers, is cut into single indices, if the last dim is longer
+    and the chunks remain large enough. Otherwise it is cut like any other; if tiles would get too small, the dim with
+    the most cuts gets fewer; of several such dims the first one while they have 16 cuts, then the last one: ranks most
+    often read an eighth of the rows, which should be whole tiles. A tile that is still larger than `target` is cut
+    along its first dims.
 
     Args:
         shape: the tensor's shape, in elements.
@@ -59,8 +61,10 @@ def chunk_shape(
     edges = [max(1, n) for n in shape]
     total = math.prod(edges) * itemsize
     if len(edges) > 1 and total > target:
-        degrees = [math.gcd(n, cuts) for n in edges]
         floor = max(itemsize, target // _MIN_FRACTION)
+        degrees = [n if n <= cuts else math.gcd(n, cuts) for n in edges]
+        if edges[-1] <= cuts or total // math.prod(degrees) < floor:
+            degrees = [math.gcd(n, cuts) for n in edges]
         while total // math.prod(degrees) < floor and max(degrees) > 1:
             degrees[max(range(len(degrees)), key=lambda d: (degrees[d], -d if degrees[d] > _USUAL else d))] //= 2
         edges = [n // g for n, g in zip(edges, degrees, strict=True)]
