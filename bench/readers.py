@@ -244,4 +244,5 @@ def peak() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) << 10
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import resource
 import shutil
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ucformat.torch as uct
+from bench.readers import RAW
 
 HIDDEN, INTER, LAYERS, VOCAB = 1536, 4096, 8, 16_000
 
@@ -78,14 +81,22 @@ def timed(act: Callable[[], Any]) -> tuple[float, Any]:
 def raw(folder: Path, tensors: dict[str, DTensor]) -> None:
     """The same ranks write the same bytes, each to one file, and make it durable."""
     with Path(folder / f"raw-{dist.get_rank()}").open("wb", buffering=0) as f:
-        f.writelines(t.to_local().numpy().reshape(-1).view("u1").data for t in tensors.values())
+        for t in tensors.values():
+            f.write(t.to_local().numpy().reshape(-1).view("u1").data)
+            f.seek(-(-f.tell() // mmap.PAGESIZE) * mmap.PAGESIZE)  # so that each can be mapped
+        os.ftruncate(f.fileno(), f.tell())
         os.fsync(f.fileno())
 
 
-def read_raw(folder: Path, tensors: dict[str, DTensor]) -> None:
-    with Path(folder / f"raw-{dist.get_rank()}").open("rb", buffering=0) as f:
-        for t in tensors.values():
-            f.readinto(t.to_local().numpy().reshape(-1).view("u1").data)
+def read_raw(folder: Path, tensors: dict[str, DTensor], way: str) -> None:
+    """Read as many bytes in the order of the file, in one of the raw ways of `bench.read`."""
+    at = 0
+    fd = os.open(folder / f"raw-{dist.get_rank()}", os.O_RDONLY)
+    for t in tensors.values():
+        view = t.to_local().numpy().reshape(-1).view("u1").data
+        RAW[way](fd, view, at)
+        at += -(-view.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    os.close(fd)
 
 
 Tell = Callable[[str, float], None]
@@ -127,8 +138,10 @@ def save(folder: Path, saved: dict[str, DTensor], rounds: int, tell: Tell) -> No
     tell("memory", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident) * 1024 / held)
     tensors = [t.to_local() for t in saved.values()]
     copies = [torch.zeros_like(t) for t in tensors]
+    arrays = [(c.numpy(), t.numpy()) for c, t in zip(copies, tensors, strict=True)]
     for _ in range(rounds + 1):
-        tell("memcpy", timed(lambda: [c.copy_(t) for c, t in zip(copies, tensors, strict=True)])[0])
+        tell("memcpy torch", timed(lambda: [c.copy_(t) for c, t in zip(copies, tensors, strict=True)])[0])
+        tell("memcpy numpy", timed(lambda: list(map(np.copyto, *zip(*arrays, strict=True))))[0])
         place = fresh(folder, "async")
         seconds, handle = timed(partial(uct.async_save, {"model": saved}, place, form="packed"))
         tell("blocked", seconds)
@@ -155,12 +168,15 @@ def load(folder: Path, mesh: DeviceMesh, rounds: int, tell: Tell) -> None:
         wanted = sum(t.to_local().nbytes for t in target.values())
         for number in range(rounds + 1):
             if kind == "fsdp2":
-                tell("load raw", timed(partial(read_raw, folder / "raw", target))[0])
+                for way in RAW:
+                    tell(f"load raw {way}", timed(partial(read_raw, folder / "raw", target, way))[0])
             tell(f"load dcp {kind}", timed(partial(dcp.load, {"model": target}, checkpoint_id=folder / "dcp"))[0])
             expected = {n: t.to_local().clone() for n, t in target.items()} if number == 0 else {}
             for form in ("packed", "zarr"):
                 for t in target.values() if expected else ():
                     t.to_local().fill_(-1)
+                seconds, _ = timed(partial(uct.load, {"model": target}, folder / form, verify="never"))
+                tell(f"load {form} unverified {kind}", seconds)
                 seconds, report = timed(partial(uct.load, {"model": target}, folder / form))
                 tell(f"load {form} {kind}", seconds)
                 tell(f"read {form} {kind}", report.nbytes / wanted)
