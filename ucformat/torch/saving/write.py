@@ -159,8 +159,9 @@ def write_shards(
 ) -> Leaves:
     """Write this rank's shards, and send the fragments that other ranks need for theirs.
 
-    At most one batch (or one larger shard) of received data and one message to send are in memory. A rank that fails
-    to write continues to receive and send, so that no other rank waits in vain, and raises at the end.
+    The next batch is received while one is written. At most two batches (or larger shards) of received data and one
+    message to send are in memory. A rank that fails to write continues to receive and send, so that no other rank waits
+    in vain, and raises at the end.
 
     Args:
         store: where the shards are written.
@@ -180,19 +181,24 @@ def write_shards(
     sender.start()
     leaves: Leaves = []
     try:
-        with ThreadPoolExecutor(threads, "ucformat-write") as pool:
-            for batch in batches:
-                received = _receive(group, arrays, batch)
-                if not failures:
+        with ThreadPoolExecutor(threads, "ucformat-write") as pool, ThreadPoolExecutor(1, "ucformat-receive") as other:
 
-                    def write(shard: ShardTask, received: dict[Fragment, Memory] = received) -> bytes:
-                        return _write(store, group.rank, arrays, shard, received, elements, progress)
+            def write(batch: ShardBatch, received: dict[Fragment, Memory]) -> None:
+                def one(shard: ShardTask) -> bytes:
+                    return _write(store, group.rank, arrays, shard, received, elements, progress)
 
-                    try:
-                        found = list((map if threads == 1 else pool.map)(write, batch.shards))
-                        leaves += [(s.tensor, s.at, f) for s, f in zip(batch.shards, found, strict=True)]
-                    except Exception as error:  # noqa: BLE001 - raised below
-                        failures.append(error)
+                found = list((map if threads == 1 else pool.map)(one, batch.shards))
+                leaves.extend((s.tensor, s.at, f) for s, f in zip(batch.shards, found, strict=True))
+
+            receiving = [other.submit(_receive, group, arrays, batch) for batch in batches[:1]]
+            for number, batch in enumerate(batches):
+                received = receiving.pop().result()
+                receiving += [other.submit(_receive, group, arrays, b) for b in batches[number + 1 : number + 2]]
+                try:
+                    if not failures:
+                        write(batch, received)
+                except Exception as error:  # noqa: BLE001 - raised below
+                    failures.append(error)
     finally:
         sender.join()
     if failures:
