@@ -23,6 +23,7 @@ BENCHMARKS = {
     "read": "Reading",
     "metadata": "Metadata of 100,000 shards",
     "scale": "100,000 extents in 1,000 files",
+    "grids": "Chunk grids",
     "s3": "From S3",
     "train": "In the training loop",
     "catalog": "Catalog",
