@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ucformat.storage.strided import NATIVE
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -24,12 +26,12 @@ CATALOG = {"sqlalchemy", "asyncio", "ucformat.catalog.catalog"}  # asyncio by SQ
 FILTER = {"lark", "ucformat.catalog.filter"}
 DELETION = {"ucformat.catalog.deletion"}
 FILES = {"ucformat.checkpoint", "ucformat.schema.manifest", "pydantic", "xxhash"}
-ARRAYS = {"numpy", "ml_dtypes", "crc32c"}
+ARRAYS = {"numpy", "ml_dtypes"} | (set() if NATIVE else {"crc32c"})
 FOREIGN = {"ucformat.sources"}
 #: What takes long to import. Of these a command loads what the table says and no more; of the rest, as an ORM, torch,
 #: other dialects, libraries for object stores and terminals, none of these loads any.
 HEAVY = {
-    *(CATALOG | FILTER | DELETION | FILES | ARRAYS | FOREIGN),
+    *(CATALOG | FILTER | DELETION | FILES | ARRAYS | FOREIGN | {"crc32c"}),
     *("alembic", "sqlalchemy.orm", "sqlalchemy.dialects.postgresql", "torch", "zarr", "tensorstore"),
     *("numcodecs", "safetensors", "obstore", "fsspec", "boto3", "rich", "yaml", "tomllib"),
     *("ucformat.reading.rank", "ucformat.views.viewed", "ucformat.geometry.layout", "ucformat.views.document"),
