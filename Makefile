@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ENGINE := .engines/deepspeed/.installed
+# Tests start thousands of processes, which would compile the package anew where Python may not write bytecode itself.
+COMPILE := $(BIN)/python -m compileall -q ucformat
 # The two environments are made side by side, and what is ready is checked meanwhile.
 MAKEFLAGS += --jobs=2
 
@@ -34,10 +36,12 @@ check: $(STAMP)
 
 ## test: all but the full matrices, in about 17 minutes on two cores
 test: check $(ENGINE)
+	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not matrix"
 
 ## test-all: the full matrices too
 test-all: check $(ENGINE)
+	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=explore
 
 ## model: each fault at each call of a command, every order of commands at once that is worth trying (hours; goes on

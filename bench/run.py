@@ -17,6 +17,7 @@ from pathlib import Path
 from bench.common import ROOT
 
 BENCHMARKS = {
+    "startup": "Start of commands",
     "open": "Opening in place, and one row",
     "convert": "Conversion",
     "memory": "Memory of a conversion",

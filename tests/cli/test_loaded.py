@@ -47,6 +47,7 @@ COMMANDS: dict[str, set[str]] = {
     **dict.fromkeys(("ls", "log", "alias list", "lineage U", "diff --quiet U U", "catalog info"), CATALOG),
     **dict.fromkeys(("ls 'step = 1'", "ls --sort -step"), CATALOG | FILTER),
     "show U": CATALOG | FILES,
+    "gc": CATALOG | FILES | DELETION,
     "tag U new": CATALOG | FILES | DELETION,
     "get U a": FILES | ARRAYS | PLANS,
     "verify U": CATALOG | FILES | ARRAYS | {"safetensors"},

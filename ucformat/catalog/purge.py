@@ -34,11 +34,15 @@ class Deferred:
 
 @dataclass(frozen=True, slots=True)
 class PurgePlan:
-    """What to purge; each deleted row is in one of `purge` and `wait`. Plans with the same `id` purge the same rows."""
+    """What to purge; each deleted row is in one of `purge` and `wait`. Plans with the same `id` purge the same rows.
+
+    `begun` has the ids of the checkpoints whose purge was begun and interrupted; ending those needs no plan.
+    """
 
     id: str
     purge: tuple[RetentionRow, ...]
     wait: tuple[Deferred, ...]
+    begun: tuple[str, ...]
 
     @property
     def bytes_purged(self) -> int:
@@ -54,7 +58,7 @@ def plan_purge(
     A checkpoint that another one needs is not purged in the same plan, so that no crash leaves a broken checkpoint.
 
     Args:
-        rows: the checkpoints; those that are not deleted are ignored.
+        rows: the checkpoints; those that are committed are ignored.
         now: the time by this host's clock.
         default_grace: the grace period of those that have none of their own.
         clocks: the time by other clocks, in seconds; a grace period is over when all clocks that saw it begin agree.
@@ -62,7 +66,8 @@ def plan_purge(
     Returns:
         The plan.
     """
-    deleted = sorted((row for row in rows if row.state == "deleted"), key=plan_order)
+    due = sorted((row for row in rows if row.state != "committed"), key=plan_order)
+    deleted = [row for row in due if row.state == "deleted"]
     ends = {row.id: end_of_grace(row, default_grace, now, clocks) for row in deleted}
     times = _times(deleted, ends, now)
     purge, wait = [], []
@@ -72,7 +77,8 @@ def plan_purge(
             wait.append(Deferred(row, reasons, times.get(row.id)))
         else:
             purge.append(row)
-    return PurgePlan(plan_id("purge", purge), tuple(purge), tuple(wait))
+    begun = tuple(row.id for row in due if row.state == "purging")
+    return PurgePlan(plan_id("purge", purge), tuple(purge), tuple(wait), begun)
 
 
 def end_of_grace(row: RetentionRow, default: timedelta, now: datetime, clocks: Mapping[str, float]) -> datetime | None:

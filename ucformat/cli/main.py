@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import click
 
@@ -89,6 +90,8 @@ click.version_option(__version__, prog_name="ucp", message="%(prog)s %(version)s
 
 def main() -> None:
     """Run `ucp` with the arguments of this process, and exit."""
+    # No command uses BLAS, whose threads, one for each core, take as long to start as the rest of NumPy.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         ucp.main()
     finally:

@@ -90,11 +90,11 @@ def collect(
     Raises:
         Conflict: the plan is not the expected one; nothing was removed.
     """
-    resumed = tuple(e.id for e in catalog.find("state = 'purging'"))
+    plan = catalog.purgeable(grace)
+    resumed = plan.begun
     failures: list[str] = []
     before = make_stamp().now - grace
     leftovers = tuple(x for place in as_strings(places) for x in _leftovers(catalog, place, before, resumed, failures))
-    plan = catalog.purgeable(grace)
     if not apply:
         return Collected(plan, resumed, leftovers, (), tuple(failures))
     if expect is not None and plan.id != expect:

@@ -13,7 +13,6 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from ucformat.errors import PermissionDenied, UsageError
 from ucformat.redacted import has_users, learn_url
@@ -200,6 +199,8 @@ def _restrict_hosts(endpoints: Sequence[str], *hosts: str) -> dict[str, Any]:
         endpoints: the URLs that the client has to reach.
         hosts: other hosts that it may reach, with their subdomains.
     """
+    from urllib.request import getproxies, proxy_bypass  # imports http.client and email: for object stores alone
+
     proxies = getproxies()
     places = [(url.scheme, url.hostname) for url in map(urlsplit, endpoints) if url.hostname]
     if any((scheme in proxies or "all" in proxies) and not proxy_bypass(host) for scheme, host in places):
