@@ -1,4 +1,4 @@
-/* Loops over strided memory that Python cannot run at memory speed: scattered reads, CRC-32C and CRC-32.
+/* Loops that Python cannot run at memory speed: scattered reads, CRC-32C and CRC-32 of strided memory, and writes.
 
 A buffer here is anything with the buffer protocol whose last dim is contiguous; its bytes are taken row by row, in C
 order. All functions release the GIL. `storage/strided.py` has the same functions in Python, for platforms that this
@@ -12,10 +12,11 @@ file is not built for. */
 #include <stdint.h>
 #include <string.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #define MAX_DIMS 64
 #define MAX_VECTORS 1024 /* IOV_MAX of Linux */
-#define PIECE (256 << 10)  /* bytes that are read at once if they are checked or copied */
+#define PIECE (256 << 10)  /* bytes that are written at once, or read at once if they are checked or copied */
 #define SHORT_ROW 4096    /* bytes of rows that `preadv` takes longer to fill than to copy */
 
 /* The rows of a buffer: runs of contiguous bytes at the indices of the leading dims. */
@@ -436,6 +437,26 @@ end:
     return result;
 }
 
+static PyObject *write_all(PyObject *module, PyObject *args) {
+    int fd;
+    Py_buffer data;
+    ssize_t done = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iy*", &fd, &data)) return NULL;
+    const char *from = data.buf, *end = from + data.len;
+    Py_BEGIN_ALLOW_THREADS
+    while (from < end) {
+        done = write(fd, from, end - from < PIECE ? (size_t)(end - from) : PIECE);
+        if (done >= 0) from += done;
+        else if (errno != EINTR) break;
+    }
+    Py_END_ALLOW_THREADS
+    if (from < end) PyErr_SetFromErrno(PyExc_OSError);
+    PyBuffer_Release(&data);
+    if (from < end) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *copy(PyObject *module, PyObject *args) {
     Py_buffer to, from;
     (void)module;
@@ -460,6 +481,7 @@ static PyMethodDef methods[] = {
     {"crc32c", crc32c, METH_VARARGS, "crc32c(buffer, value=0): the CRC-32C of a buffer, continued from `value`."},
     {"crc32", crc32, METH_VARARGS, "crc32(buffer, value=0): the CRC-32 of a buffer, as in zip files, continued from `value`."},
     {"read_into", read_into, METH_VARARGS, "read_into(fd, offset, buffers, crcs=None): fill buffers, and continue a CRC-32C with each; returns the bytes read."},
+    {"write_all", write_all, METH_VARARGS, "write_all(fd, data): write all of a buffer to a file, 256 KiB at a time."},
     {NULL, NULL, 0, NULL}};
 
 static int ready(PyObject *module) {

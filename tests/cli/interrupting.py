@@ -19,14 +19,14 @@ _PROGRAM = """
 import os, signal
 from ucformat.cli.main import main
 from ucformat.storage import local
-write, left = local._write_all, 40
+write, left = local.write_all, 40
 def stopping(fd, data):
     global left
     left -= 1
     if left == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     write(fd, data)
-local._write_all = stopping
+local.write_all = stopping
 main()
 """
 

@@ -105,7 +105,7 @@ def _delete_when_full(root: Path, place: str) -> None:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with mock.patch("ucformat.storage.local._write_all", full):
+    with mock.patch("ucformat.storage.local.write_all", full):
         _delete(root, place)
 
 

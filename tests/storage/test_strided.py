@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import resource
 import threading
 import zlib
 from typing import TYPE_CHECKING
@@ -184,6 +186,28 @@ def test_bytes_are_copied_to_and_from_any_alignment(nbytes: int) -> None:
         assert memory == bytes(skip) + data[3 : 3 + nbytes] + bytes(70 - skip)
     with pytest.raises(ValueError, match=r"differ|broadcast"):
         strided.copy_bytes(memoryview(memory), memoryview(data)[1:])
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, (256 << 10) + 1, (2 << 20) + (64 << 10) + 5])
+def test_all_of_a_buffer_is_written(tmp_path: Path, nbytes: int) -> None:
+    data = np.frombuffer(random.Random(1).randbytes(nbytes * 4), "<u4")
+    with (tmp_path / "f").open("wb", buffering=0) as file:
+        strided.write_all(file.fileno(), b"head")
+        strided.write_all(file.fileno(), data.data)
+    assert (tmp_path / "f").read_bytes() == b"head" + data.tobytes()
+
+
+def test_a_file_that_may_not_grow_holds_what_was_written_until_then(tmp_path: Path) -> None:
+    data, most = random.Random(1).randbytes(1 << 20), (256 << 10) + 7
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with (tmp_path / "f").open("wb", buffering=0) as file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+                strided.write_all(file.fileno(), data)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "f").read_bytes() == data[:most]
 
 
 def test_what_cannot_be_read_into_is_refused() -> None:

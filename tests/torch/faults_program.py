@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.patience import PATIENCE, wait_until
-from ucformat.storage import local
+from ucformat.storage.strided import write_all
 from ucformat.torch import PerRank, async_save, load, save
 from ucformat.torch.saving import background
 from ucformat.torch.saving.background import wait_until_done
@@ -71,15 +72,15 @@ def error_of() -> Iterator[dict[str, Any]]:
 
 def hook_writes(act: Callable[[int], None]) -> None:
     """Call `act` with the bytes written so far, before each write to a file of data."""
-    write, total = local._write_all, 0
+    total = 0
 
     def hooked(fd: int, data: memoryview) -> None:
         nonlocal total
         act(total)
         total += data.nbytes
-        write(fd, data)
+        write_all(fd, data)
 
-    local._write_all = hooked
+    mock.patch("ucformat.storage.local.write_all", hooked).start()
 
 
 def die() -> None:

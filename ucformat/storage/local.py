@@ -40,7 +40,7 @@ from ucformat.storage.local_files import (
     start_writeback,
     walk,
 )
-from ucformat.storage.strided import read_scattered
+from ucformat.storage.strided import read_scattered, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["LocalStore"]
 
 _LOCK = f"{HIDDEN}lock"
-_WRITE = 256 << 10  # bytes of one write(2): ext4 was up to nine times slower with 8 MiB in measurements
 _WRITEBACK = 32 << 20  # bytes after which write-back of a file that is being written starts
 
 
@@ -321,7 +320,7 @@ class LocalWriter(Writer):
         """Append bytes."""
         view = memoryview(data)
         with mapping_os_errors("write", str(self._path)):
-            _write_all(self._file.fd, view)
+            write_all(self._file.fd, view)
         self._unsynced += view.nbytes
         if self._unsynced >= _WRITEBACK:
             start_writeback(self._file.fd)
@@ -371,7 +370,7 @@ def _hidden(folder: Descriptor, path: Path, data: bytes) -> Iterator[str]:
     temporary, file = _open_hidden(folder, path)
     try:
         with mapping_os_errors("write", str(path)):
-            _write_all(file.fd, memoryview(data))
+            write_all(file.fd, memoryview(data))
             os.fsync(file.fd)
         yield temporary
     finally:
@@ -390,10 +389,3 @@ def _open_hidden(folder: Descriptor, path: Path) -> tuple[str, Descriptor]:
             if os.fstat(file.fd).st_nlink:  # otherwise a sweep removed it before it was locked
                 return temporary, file
             file.close()
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    if data.nbytes:
-        data = data.cast("B")
-        while data:
-            data = data[os.write(fd, data[:_WRITE]) :]
