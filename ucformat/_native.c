@@ -320,7 +320,7 @@ static void scatter(Targets *all, const char *data, size_t n, int check) {
                 part -= (size_t)count * run;
                 if (take > part) take = part;
             }
-            memcpy(rows->row + target->used, data, take);
+            stream(rows->row + target->used, data, take);
             data += take;
             part -= take;
             advance(target, take);
@@ -369,71 +369,96 @@ static Py_ssize_t read_all(int fd, off_t offset, Targets *all, int check) {
     return done;
 }
 
+/* The buffers of a call. */
+typedef struct {
+    PyObject *buffers, *crcs; /* crcs: None, or a list */
+    Py_ssize_t open;
+    Py_buffer *views;
+    Targets *all;
+} Given;
+
+static int open_targets(Given *given, PyObject *buffers, PyObject *crcs) {
+    memset(given, 0, sizeof *given);
+    given->crcs = crcs;
+    if (!(given->buffers = PySequence_Tuple(buffers))) return -1;
+    int check = crcs != Py_None;
+    Py_ssize_t count = PyTuple_Size(given->buffers);
+    given->views = PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
+    Targets *all = given->all = PyMem_Calloc(1, sizeof(Targets));
+    if (!given->views || !all || !(all->targets = PyMem_Calloc((size_t)count + 1, sizeof(Target)))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    all->count = count;
+    if (check && (!PyList_Check(crcs) || PyList_Size(crcs) != count)) {
+        PyErr_SetString(PyExc_ValueError, "crcs is not a list with a number for each buffer");
+        return -1;
+    }
+    while (given->open < count) {
+        Py_buffer *view = &given->views[given->open];
+        Target *target = &all->targets[given->open];
+        if (PyObject_GetBuffer(PyTuple_GetItem(given->buffers, given->open), view, PyBUF_STRIDES)) return -1;
+        given->open++;
+        if (rows_of(view, &target->rows)) return -1;
+        if (view->readonly && view->len) {
+            PyErr_SetString(PyExc_BufferError, "a buffer is not writable");
+            return -1;
+        }
+        if (check) {
+            unsigned long before = PyLong_AsUnsignedLong(PyList_GetItem(crcs, given->open - 1));
+            if (before == (unsigned long)-1 && PyErr_Occurred()) return -1;
+            target->crc = ~(uint32_t)before;
+        }
+        target->left = (size_t)view->len;
+    }
+    return 0;
+}
+
+/* Puts the checksums into the list. */
+static int set_crcs(const Given *given) {
+    for (Py_ssize_t k = 0; given->crcs != Py_None && k < given->all->count; k++) {
+        PyObject *crc = PyLong_FromUnsignedLong(~given->all->targets[k].crc & 0xffffffff);
+        if (!crc || PyList_SetItem(given->crcs, k, crc)) return -1;
+    }
+    return 0;
+}
+
+static void close_targets(Given *given) {
+    while (given->open > 0) PyBuffer_Release(&given->views[--given->open]);
+    PyMem_Free(given->views);
+    if (given->all) {
+        PyMem_Free(given->all->scratch);
+        PyMem_Free(given->all->targets);
+    }
+    PyMem_Free(given->all);
+    Py_XDECREF(given->buffers);
+}
+
 static PyObject *read_into(PyObject *module, PyObject *args) {
     int fd;
     long long offset;
-    PyObject *given, *crcs = Py_None, *buffers, *result = NULL;
+    PyObject *buffers, *crcs = Py_None, *result = NULL;
+    Given given;
     (void)module;
-    if (!PyArg_ParseTuple(args, "iLO|O", &fd, &offset, &given, &crcs)) return NULL;
-    if (!(buffers = PySequence_Tuple(given))) return NULL;
-    int check = crcs != Py_None;
-    Py_ssize_t count = PyTuple_Size(buffers), open = 0;
-    Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
-    Targets *all = PyMem_Calloc(1, sizeof(Targets));
-    Target *targets = PyMem_Calloc((size_t)count + 1, sizeof(Target));
-    if (!views || !all || !targets) {
-        PyErr_NoMemory();
-        goto end;
-    }
-    if (check && (!PyList_Check(crcs) || PyList_Size(crcs) != count)) {
-        PyErr_SetString(PyExc_ValueError, "crcs is not a list with a number for each buffer");
-        goto end;
-    }
-    for (; open < count; open++) {
-        if (PyObject_GetBuffer(PyTuple_GetItem(buffers, open), &views[open], PyBUF_STRIDES)) goto end;
-        int refused = rows_of(&views[open], &targets[open].rows);
-        if (!refused && views[open].readonly && views[open].len) {
-            PyErr_SetString(PyExc_BufferError, "a buffer is not writable");
-            refused = 1;
-        }
-        if (!refused && check) {
-            unsigned long before = PyLong_AsUnsignedLong(PyList_GetItem(crcs, open));
-            refused = before == (unsigned long)-1 && PyErr_Occurred();
-            targets[open].crc = ~(uint32_t)before;
-        }
-        if (refused) {
-            PyBuffer_Release(&views[open]);
-            goto end;
-        }
-        targets[open].left = (size_t)views[open].len;
-        if (has_short_rows(&targets[open]) && !all->scratch && !(all->scratch = PyMem_Malloc(PIECE))) {
+    if (!PyArg_ParseTuple(args, "iLO|O", &fd, &offset, &buffers, &crcs)) return NULL;
+    if (open_targets(&given, buffers, crcs)) goto end;
+    for (Py_ssize_t k = 0; k < given.all->count && !given.all->scratch; k++) {
+        if (has_short_rows(&given.all->targets[k]) && !(given.all->scratch = PyMem_Malloc(PIECE))) {
             PyErr_NoMemory();
-            PyBuffer_Release(&views[open]);
             goto end;
         }
     }
-    all->targets = targets;
-    all->count = count;
     Py_ssize_t done;
     Py_BEGIN_ALLOW_THREADS
-    done = read_all(fd, (off_t)offset, all, check);
+    done = read_all(fd, (off_t)offset, given.all, crcs != Py_None);
     Py_END_ALLOW_THREADS
     if (done < 0) {
         PyErr_SetFromErrno(PyExc_OSError);
-        goto end;
+    } else if (!set_crcs(&given)) {
+        result = PyLong_FromSsize_t(done);
     }
-    for (Py_ssize_t k = 0; check && k < count; k++) {
-        PyObject *crc = PyLong_FromUnsignedLong(~targets[k].crc & 0xffffffff);
-        if (!crc || PyList_SetItem(crcs, k, crc)) goto end;
-    }
-    result = PyLong_FromSsize_t(done);
 end:
-    while (open > 0) PyBuffer_Release(&views[--open]);
-    PyMem_Free(views);
-    if (all) PyMem_Free(all->scratch);
-    PyMem_Free(all);
-    PyMem_Free(targets);
-    Py_DECREF(buffers);
+    close_targets(&given);
     return result;
 }
 
@@ -457,29 +482,38 @@ static PyObject *write_all(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *copy(PyObject *module, PyObject *args) {
-    Py_buffer to, from;
+static PyObject *fill(PyObject *module, PyObject *args) {
+    PyObject *buffers, *crcs = Py_None, *result = NULL;
+    Py_buffer data;
+    Given given;
     (void)module;
-    if (!PyArg_ParseTuple(args, "w*y*", &to, &from)) return NULL;
-    int fits = to.len == from.len;
-    if (fits) {
-        Py_BEGIN_ALLOW_THREADS
-        stream(to.buf, from.buf, (size_t)to.len);
-        _mm_sfence();
-        Py_END_ALLOW_THREADS
-    } else {
-        PyErr_SetString(PyExc_ValueError, "the buffers differ in size");
+    if (!PyArg_ParseTuple(args, "Oy*|O", &buffers, &data, &crcs)) return NULL;
+    if (open_targets(&given, buffers, crcs)) goto end;
+    size_t total = 0;
+    for (Py_ssize_t k = 0; k < given.all->count; k++) total += given.all->targets[k].left;
+    if (total > (size_t)data.len) {
+        PyErr_SetString(PyExc_ValueError, "the buffers are larger than the data");
+        goto end;
     }
-    PyBuffer_Release(&to);
-    PyBuffer_Release(&from);
-    if (!fits) return NULL;
-    Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    for (size_t at = 0; at < total; at += PIECE)
+        scatter(given.all, (const char *)data.buf + at, total - at < PIECE ? total - at : PIECE, crcs != Py_None);
+    _mm_sfence();
+    Py_END_ALLOW_THREADS
+    if (!set_crcs(&given)) {
+        Py_INCREF(Py_None);
+        result = Py_None;
+    }
+end:
+    close_targets(&given);
+    PyBuffer_Release(&data);
+    return result;
 }
 
 static PyMethodDef methods[] = {
-    {"copy", copy, METH_VARARGS, "copy(to, source): copy bytes past the cache."},
     {"crc32c", crc32c, METH_VARARGS, "crc32c(buffer, value=0): the CRC-32C of a buffer, continued from `value`."},
     {"crc32", crc32, METH_VARARGS, "crc32(buffer, value=0): the CRC-32 of a buffer, as in zip files, continued from `value`."},
+    {"fill", fill, METH_VARARGS, "fill(buffers, data, crcs=None): copy bytes into buffers, past the cache, and continue a CRC-32C with each."},
     {"read_into", read_into, METH_VARARGS, "read_into(fd, offset, buffers, crcs=None): fill buffers, and continue a CRC-32C with each; returns the bytes read."},
     {"write_all", write_all, METH_VARARGS, "write_all(fd, data): write all of a buffer to a file, 256 KiB at a time."},
     {NULL, NULL, 0, NULL}};

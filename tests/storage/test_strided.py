@@ -168,6 +168,11 @@ def test_more_rows_than_one_call_takes(nbytes: int) -> None:
     finally:
         os.close(fd)
     assert b"".join(map(strided_bytes, buffers)) == data
+    memory[...] = 0
+    again = list(range(6))
+    strided.fill(buffers, memoryview(data), again)
+    assert again == crcs
+    assert b"".join(map(strided_bytes, buffers)) == data
     for tile in tiles:
         tile[...] = 0
     assert not memory.any()
@@ -182,10 +187,10 @@ def test_bytes_are_copied_to_and_from_any_alignment(nbytes: int) -> None:
     data = os.urandom(nbytes + 70)
     for skip in (0, 1, 5, 64):
         memory = bytearray(nbytes + 70)
-        strided.copy_bytes(memoryview(memory)[skip : skip + nbytes], memoryview(data)[3 : 3 + nbytes])
+        strided.fill([memoryview(memory)[skip : skip + nbytes]], memoryview(data)[3:])
         assert memory == bytes(skip) + data[3 : 3 + nbytes] + bytes(70 - skip)
-    with pytest.raises(ValueError, match=r"differ|broadcast"):
-        strided.copy_bytes(memoryview(memory), memoryview(data)[1:])
+    with pytest.raises(ValueError, match="larger"):
+        strided.fill([memoryview(memory)], memoryview(data)[1:])
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, (256 << 10) + 1, (2 << 20) + (64 << 10) + 5])
@@ -220,6 +225,8 @@ def test_what_cannot_be_read_into_is_refused() -> None:
             strided.read_scattered(fd, 0, [columns.data])
         with pytest.raises(BufferError):
             strided.read_scattered(fd, 0, [frozen])
+        with pytest.raises((ValueError, BufferError)):
+            strided.fill([frozen], memoryview(b"123456789012"))
         with pytest.raises((ValueError, TypeError, BufferError)):
             strided.checksum(columns.data)
     finally:

@@ -6,7 +6,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product, repeat
 from operator import mul
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from ucformat.errors import ChecksumError, MissingData, NotFound, UsageError
 from ucformat.geometry.box import is_non_overlapping
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.base import read_ranges
-from ucformat.storage.strided import SHORT_ROW, checksum
+from ucformat.storage.strided import SHORT_ROW, checksum, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Block
     from ucformat.reading.copies import Copy
     from ucformat.reading.plan import Plan, Request
-    from ucformat.storage.base import Costs, Store
+    from ucformat.storage.base import Checksums, Costs, Store
 
     Memory = NDArray[np.uint8]
     Progress = Callable[[int], None]
+    Fill = Callable[[Sequence[memoryview], Checksums | None], None]  # fills buffers with the next bytes of a request
 
 __all__ = ["check_out", "default_threads", "execute", "is_direct", "memory_of", "place_checksum"]
 
@@ -195,7 +196,9 @@ def _read_borrowed(store: Store, batch: Sequence[Request], memories: Sequence[Me
         views = iter(found)
         for r in batch:
             if r.count == 1:
-                _copy_out(r, next(views), memories, labels)
+                view = next(views)
+                if not _fill_in_place(r, partial(_fill_from, view), memories, labels):
+                    _copy_out(r, view, memories, labels)
                 continue
             copy = r.copies[0]
             for k in range(r.count):
@@ -207,15 +210,8 @@ def _read_one(store: Store, r: Request, memories: Sequence[Memory], labels: Sequ
     """Read one request; returns the scratch buffer, which may have grown."""
     if r.count > 1:
         return _read_rows(store, r, memories, scratch)
-    if len(r.copies) == 1:
-        copy = r.copies[0]
-        direct = list(_direct_buffers(copy, r.nbytes, memories[copy.buffer]))
-        if direct and copy.block is not None:
-            _read_verified(store, r, copy, copy.block, direct, labels)
-            return scratch
-        if direct:
-            store.read_into(r.file, r.offset, direct)
-            return scratch
+    if _fill_in_place(r, partial(store.read_into, r.file, r.offset), memories, labels):
+        return scratch
     if scratch.size < r.nbytes:
         scratch = np.empty(r.nbytes, np.uint8)
     data = scratch.data[: r.nbytes]  # the rest is left over from an earlier request
@@ -294,22 +290,34 @@ def _strided(memory: Memory, begin: int, shape: tuple[int, ...], strides: tuple[
     return np.ndarray(shape, np.uint8, memory, begin, strides).data
 
 
-def _read_verified(
-    store: Store, r: Request, copy: Copy, block: Block, chunks: Sequence[memoryview], labels: Sequence[str]
-) -> None:
-    """Read chunks into place and verify them."""
+def _fill_in_place(r: Request, fill_next: Fill, memories: Sequence[Memory], labels: Sequence[str]) -> bool:
+    """Fill the destinations of a request's bytes with them if their order allows, and verify chunks; False if not."""
+    if len(r.copies) != 1:
+        return False
+    copy = r.copies[0]
+    direct = list(_direct_buffers(copy, r.nbytes, memories[copy.buffer]))
+    if not direct:
+        return False
+    if (block := copy.block) is None:
+        fill_next(direct, None)
+        return True
     starts = [block.offset + k * copy.src_step for k in range(copy.count)]
     crcs = [_start(r.file, block, at) for at in starts]
     if block.crc32c is not None:
-        store.read_into(r.file, r.offset, chunks, crcs)
+        fill_next(direct, crcs)
         _check(r.file, copy, block, zip(starts, crcs, repeat(block.crc32c)), labels)
-        return
-    stored = [bytearray(4) for _ in chunks]
-    both = [b for chunk, four in zip(chunks, stored, strict=True) for b in (chunk, memoryview(four))]
+        return True
+    stored = [bytearray(4) for _ in direct]
+    both = [b for chunk, four in zip(direct, stored, strict=True) for b in (chunk, memoryview(four))]
     crcs = [c for crc in crcs for c in (crc, 0)]
-    store.read_into(r.file, r.offset, both, crcs)
+    fill_next(both, crcs)
     expected = (int.from_bytes(s, "little") for s in stored)
     _check(r.file, copy, block, zip(starts, crcs[::2], expected, strict=True), labels)
+    return True
+
+
+def _fill_from(data: memoryview, buffers: Sequence[memoryview], crcs: Checksums | None) -> None:
+    fill(buffers, data, crcs)
 
 
 def _check(file: str, copy: Copy, block: Block, found: Iterable[tuple[int, int, int]], labels: Sequence[str]) -> None:

@@ -12,9 +12,9 @@ import zlib
 from typing import TYPE_CHECKING
 
 try:
-    from ucformat._native import copy as _native_copy
     from ucformat._native import crc32 as _native_crc32
     from ucformat._native import crc32c as _native_crc32c
+    from ucformat._native import fill as _native_fill
     from ucformat._native import read_into as _native_read_into
     from ucformat._native import write_all as _native_write_all
 
@@ -31,7 +31,6 @@ __all__ = [
     "NATIVE",
     "SHORT_ROW",
     "checksum",
-    "copy_bytes",
     "crc32",
     "extend",
     "fill",
@@ -68,33 +67,26 @@ def rows(buffer: memoryview) -> Iterator[memoryview]:
 
 
 def fill(buffers: Sequence[memoryview], data: memoryview, crcs: Checksums | None = None) -> None:
-    """Copy bytes into buffers, one after another.
+    """Copy bytes into buffers, one after another; large buffers past the processor's cache.
 
     Args:
         buffers: writable buffers, as for `rows`.
-        data: contiguous bytes, as many as the buffers have.
+        data: contiguous bytes, at least as many as the buffers have.
         crcs: as for `extend`.
     """
-    for buffer in buffers:
-        for row in rows(buffer):
-            row[:] = data[: row.nbytes]
-            data = data[row.nbytes :]
-    extend(crcs, buffers)
-
-
-def copy_bytes(to: memoryview, source: memoryview) -> None:
-    """Copy a large buffer past the processor's cache.
-
-    Args:
-        to: writable, contiguous.
-        source: contiguous, of the same size.
-    """
     if NATIVE:
-        _native_copy(to, source)
+        _native_fill(buffers, data, crcs)
         return
     import numpy as np
 
-    np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))  # unlike memoryviews, it releases the GIL
+    for buffer in buffers:
+        if buffer.nbytes > data.nbytes:
+            raise ValueError("the buffers are larger than the data")
+        if buffer.nbytes:
+            to = np.asarray(buffer.cast("B") if buffer.c_contiguous else buffer)
+            np.copyto(to, np.frombuffer(data, np.uint8, to.size).reshape(to.shape))  # releases the GIL
+            data = data[to.size :]
+    extend(crcs, buffers)
 
 
 def extend(crcs: Checksums | None, buffers: Sequence[memoryview]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Piece
-from ucformat.storage.strided import copy_bytes
+from ucformat.storage.strided import fill
 from ucformat.torch.state.elements import Slots, dense_elements, elements_of, host_memory, map_shared
 from ucformat.torch.state.memory import devices_of, synchronize
 
@@ -173,4 +173,4 @@ def _copy_pieces(t: LocalShard, memory: Memory, copies: list[Callable[[], None]]
 
 def _copies(to: Memory, source: Memory) -> Sequence[Callable[[], None]]:
     blocks = (slice(i, i + _COPY_BYTES) for i in range(0, len(to), _COPY_BYTES))
-    return [partial(copy_bytes, to[block].data, source[block].data) for block in blocks]
+    return [partial(fill, [to[block].data], source[block].data) for block in blocks]
