@@ -17,7 +17,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ucformat.errors import NotFound
 from ucformat.storage.base import HIDDEN, Info
@@ -25,7 +25,7 @@ from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.strided import read_scattered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 __all__ = [
@@ -160,6 +160,11 @@ class OpenFiles:
             self._files.clear()
 
 
+T = TypeVar("T")
+
+#: A file to sync, and the start of its write-back, if it is large.
+_Written = tuple[Descriptor, Future[None] | None]
+
 _THREADS = 4
 _SMALL = 64 << 10  # bytes; smaller files are written at once by fsync, without early write-back
 
@@ -179,8 +184,8 @@ class PendingSyncs:
             16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         )  # files kept open before some are synced
         self._pool: ThreadPoolExecutor | None = None
-        self._open: list[tuple[Path, Descriptor, list[Future[None]]]] = []
-        self._files: dict[Path, Future[None]] = {}
+        self._open: dict[Path, _Written] = {}
+        self._files: dict[Path, Future[dict[Path, OSError]]] = {}  # each returns the errors of its part of the files
         self._folders: set[str] = set()
 
     def add(self, file: Path, open_file: Descriptor, folders: Iterable[str]) -> None:
@@ -194,7 +199,7 @@ class PendingSyncs:
         small = os.fstat(open_file.fd).st_size < _SMALL
         with self._lock:
             self._pool = self._pool or ThreadPoolExecutor(_THREADS, "ucformat-fsync")
-            self._open.append((file, open_file, [] if small else [self._pool.submit(_start, open_file)]))
+            self._open[file] = open_file, None if small else self._pool.submit(_start, open_file)
             self._folders.update(folders)
             if len(self._open) >= self._max_open:
                 wait(self._files.values())  # so at most twice as many are open
@@ -211,10 +216,10 @@ class PendingSyncs:
 
     def _sync_open(self) -> None:
         """Start syncing all open files; the caller holds the lock."""
-        for file, open_file, started in self._open:
+        for part in _parts(list(self._open.items())):
             assert self._pool is not None  # noqa: S101
-            self._files[file] = self._pool.submit(_sync_and_close, open_file, started)
-        self._open = []
+            self._files |= dict.fromkeys((file for file, _ in part), self._pool.submit(_sync_all, part))
+        self._open = {}
 
     def covers(self, file: Path) -> bool:
         """Whether the next `flush` includes a file.
@@ -223,7 +228,7 @@ class PendingSyncs:
             file: path of the file.
         """
         with self._lock:
-            return file in self._files or any(file == o[0] for o in self._open)
+            return file in self._files or file in self._open
 
     def forget(self, deleted: Callable[[Path], bool]) -> None:
         """Exclude deleted files from the next `flush`.
@@ -232,10 +237,7 @@ class PendingSyncs:
             deleted: whether the file of a path was deleted.
         """
         with self._lock:
-            for _, open_file, started in (o for o in self._open if deleted(o[0])):
-                wait(started)
-                open_file.close()
-            self._open = [o for o in self._open if not deleted(o[0])]
+            self._open = {file: written for file, written in self._open.items() if not deleted(file)}
             self._files = {file: done for file, done in self._files.items() if not deleted(file)}
 
     def flush(self) -> None:
@@ -248,14 +250,17 @@ class PendingSyncs:
             try:
                 wait(files.values())
                 for file, done in files.items():
-                    with mapping_os_errors("make durable", str(file)):
-                        done.result()
-                list((map if self._pool is None else self._pool.map)(self._sync, folders))
+                    _raise_error(file, done.result())
+                list((map if self._pool is None else self._pool.map)(self._sync_folders, _parts(list(folders))))
             except BaseException:  # a failed file remains, so that no later flush succeeds
                 with self._lock:
                     self._files = files | self._files
                     self._folders |= folders
                 raise
+
+    def _sync_folders(self, folders: Sequence[str]) -> None:
+        for folder in folders:
+            self._sync(folder)
 
 
 def start_writeback(fd: int) -> None:
@@ -283,12 +288,35 @@ def _start(file: Descriptor) -> None:
     start_writeback(file.fd)
 
 
-def _sync_and_close(file: Descriptor, started: list[Future[None]]) -> None:
-    wait(started)
+def _parts(items: Sequence[T]) -> list[Sequence[T]]:
+    """A part for each thread: to hand over every single item would take as long as to sync it."""
+    return [part for n in range(_THREADS) if (part := items[n::_THREADS])]
+
+
+def _sync_all(files: Sequence[tuple[Path, _Written]]) -> dict[Path, OSError]:
+    """Sync and close files; returns the errors of those that may not be durable."""
+    failed = {}
+    for file, (open_file, started) in files:
+        try:
+            _sync_and_close(open_file, started)
+        except OSError as error:
+            failed[file] = error
+    return failed
+
+
+def _sync_and_close(file: Descriptor, started: Future[None] | None) -> None:
     try:
+        if started is not None:
+            started.result()
         os.fsync(file.fd)
     finally:
         file.close()
+
+
+def _raise_error(file: Path, failed: Mapping[Path, OSError]) -> None:
+    if file in failed:
+        with mapping_os_errors("make durable", str(file)):
+            raise failed[file]
 
 
 def file_info(key: str, s: os.stat_result) -> Info:
