@@ -27,6 +27,7 @@ BENCHMARKS = {
     "grids": "Chunk grids",
     "s3": "From S3",
     "train": "In the training loop",
+    "large": "A state of 8 GB",
     "catalog": "Catalog",
     "register": "Registering a tree again",
     "paper": "The paper's sources and targets",

@@ -157,6 +157,36 @@ def test_short_reads_are_continued(store: LocalStore, monkeypatch: pytest.Monkey
 # --- durability
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_large_ranges_are_read_ahead_while_reads_are_slow(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    data = os.urandom(200_000)
+    put(store, "a", data)
+    asked = []
+
+    def advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
+        asked.append((offset, nbytes, advice))
+        if fails:
+            raise OSError(errno.EINVAL, "not supported here")
+
+    def read(offset: int, nbytes: int) -> None:
+        out = bytearray(nbytes)
+        store.read_into("a", offset, [memoryview(out)])
+        assert out == data[offset : offset + nbytes]
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(local, "_CACHED", float("inf"))  # every read is slow
+    read(0, 100_000)
+    assert not asked
+    read(1000, 100_000)
+    read(0, 100)
+    monkeypatch.setattr(local, "_CACHED", 0)  # the next is the last that is
+    read(2000, 100_000)
+    read(3000, 100_000)
+    assert asked == [(1000, 100_000, os.POSIX_FADV_WILLNEED), (2000, 100_000, os.POSIX_FADV_WILLNEED)]
+
+
 def test_flush_syncs_each_file_and_the_folders_up_to_the_first_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

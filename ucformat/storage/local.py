@@ -8,6 +8,7 @@ import secrets
 import shutil
 import stat
 from contextlib import contextmanager, suppress
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ucformat.errors import (
@@ -37,6 +38,7 @@ from ucformat.storage.local_files import (
     OpenFiles,
     PendingSyncs,
     file_info,
+    prefetch,
     start_writeback,
     walk,
 )
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalStore"]
 
 _LOCK = f"{HIDDEN}lock"
+_LARGE, _CACHED = 64 << 10, 1.5e9  # bytes of a large read; bytes a second that a page cache reaches
 _WRITEBACK = 32 << 20  # bytes after which write-back of a file that is being written starts
 
 
@@ -70,6 +73,7 @@ class LocalStore(Store):
         self._root = local_path(root)
         self._allows = allows
         self._handles = OpenFiles()
+        self._from_disk = False  # whether the last large read was too slow for the page cache
         self._folders = Folders(self._root)
         self._durability = PendingSyncs(self._folders.sync)
 
@@ -123,7 +127,12 @@ class LocalStore(Store):
             check_range(name, offset, wanted, 0)
         with mapping_os_errors("read", name):
             file = self._handles.get(key) or self._handles.open(key, self._open)
+            if self._from_disk and wanted >= _LARGE:
+                prefetch(file.fd, offset, wanted)
+            begun = perf_counter()
             got = read_scattered(file.fd, offset, buffers, crcs)
+            if wanted >= _LARGE:
+                self._from_disk = wanted < _CACHED * (perf_counter() - begun)
             if got < wanted:
                 check_range(name, offset, wanted, min(offset + got, os.fstat(file.fd).st_size))
 

@@ -34,6 +34,7 @@ __all__ = [
     "OpenFiles",
     "PendingSyncs",
     "file_info",
+    "prefetch",
     "start_writeback",
     "walk",
 ]
@@ -261,6 +262,20 @@ class PendingSyncs:
     def _sync_folders(self, folders: Sequence[str]) -> None:
         for folder in folders:
             self._sync(folder)
+
+
+def prefetch(fd: int, offset: int, nbytes: int) -> None:
+    """Ask the kernel to read a whole range from the disk at once; a hint, ignored where it is not supported.
+
+    Otherwise a range that is read in pieces waits for the disk once for each: columns were read at half the speed.
+
+    Args:
+        fd: file descriptor.
+        offset: first byte.
+        nbytes: length of the range.
+    """
+    with suppress(OSError, AttributeError):  # there is no posix_fadvise on macOS
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def start_writeback(fd: int) -> None:
