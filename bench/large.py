@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    Acts = dict[str, Callable[[], object]]
+
 HIDDEN, INTER, LAYERS, VOCAB = 4096, 11264, 9, 32_000
 ROUNDS, COLD_ROUNDS = 5, 3
 HUGE = 2 << 20
@@ -58,9 +60,9 @@ def main() -> None:
         files = [f for f in FOLDER.rglob("*") if f.stat().st_size > HUGE]
         load = partial(uct.load, {"model": state}, FOLDER)
         loads = {"unverified": partial(load, verify="never"), "verified": load}
-        ours = {f"`load`, {form}, {how}": act for how, act in loads.items()}
-        ways = {f"raw, {name}": partial(raw, files, memory, way) for name, way in RAW.items()}
-        few = {name: ways[name] for name in ("raw, calls of 4 MiB", "raw, `mmap` + copy")}
+        ours: Acts = {f"`load`, {form}, {how}": act for how, act in loads.items()}
+        ways: Acts = {f"raw, {name}": partial(raw, files, memory, way) for name, way in RAW.items()}
+        few: Acts = {name: ways[name] for name in ("raw, calls of 4 MiB", "raw, `mmap` + copy")}
         few["raw, calls of 4 MiB, `O_DIRECT`"] = partial(raw, files, memory, RAW["calls of 4 MiB"], os.O_DIRECT)
         for where, acts in (("page cache", {**ways, **ours}), ("disk", {**few, **ours})):
             cold = where == "disk"
@@ -106,9 +108,7 @@ def raw(files: list[Path], memory: Any, way: Callable[[int, memoryview, int], No
         list(pool.map(read, parts))
 
 
-def alternated(
-    rounds: int, files: list[Path], acts: dict[str, Callable[[], object]], *, cold: bool = False
-) -> dict[str, list[float]]:
+def alternated(rounds: int, files: list[Path], acts: Acts, *, cold: bool = False) -> dict[str, list[float]]:
     """The seconds of each round; the first, which warms the page cache, does not count unless each read is cold."""
     found: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds if cold else rounds + 1):
