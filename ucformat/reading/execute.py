@@ -7,8 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import product, repeat
-from operator import mul
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -274,12 +273,15 @@ def _direct_buffers(copy: Copy, nbytes: int, memory: Memory) -> Iterator[memoryv
         span += (n - 1) * step
     if copy.count > 1 or copy.src or span != nbytes:
         return
-    at = 0
-    for index in product(*map(range, shape[:outer])):
-        src, dst = (sum(map(mul, index, strides)) for strides in (copy.src_strides, copy.dst_strides))
+    begins = [(0, copy.dst)]
+    for n, src_step, dst_step in zip(shape[:outer], copy.src_strides, copy.dst_strides, strict=False):
+        begins = [(src + i * src_step, dst + i * dst_step) for src, dst in begins for i in range(n)]
+    at, inner, strides = 0, shape[outer:], copy.dst_strides[outer:]
+    contiguous, unread = memory.data, memoryview(bytearray(nbytes - run * len(begins)))
+    for src, dst in begins:
         if src > at:
-            yield memoryview(bytearray(src - at))
-        yield _strided(memory, copy.dst + dst, shape[outer:], copy.dst_strides[outer:])
+            yield unread[: src - at]
+        yield contiguous[dst : dst + run] if len(inner) == 1 else _strided(memory, dst, inner, strides)
         at = src + run
 
 
