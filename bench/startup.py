@@ -39,7 +39,9 @@ def main() -> None:
     run = [ours(), "-m", "ucformat.cli"]
     imports = {f"`import {name}`": [ours(), "-c", f"import {name}"] for name in LIBRARIES}
     lines = {"Python itself": [ours(), "-c", "pass"], **imports}
-    lines |= {f"`ucp {c}`": [*run, *c.format(file=FILE, saved=SAVED).split()] for c in COMMANDS}
+    lines |= {
+        f"`ucp {c.format(file='F', saved='U')}`": [*run, *c.format(file=FILE, saved=SAVED).split()] for c in COMMANDS
+    }
     times: dict[str, list[float]] = {line: [] for line in lines}
     for number in range(ROUNDS + 1):
         for line, command in lines.items():
