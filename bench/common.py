@@ -20,10 +20,15 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Run:
-    """One finished process: wall-clock seconds, and the most memory that it and its children held, in bytes."""
+    """One finished process: wall-clock seconds, the most memory that it and its children held, in bytes.
+
+    Also its processor seconds, and the part of them that the kernel took.
+    """
 
     seconds: float
     peak: int
+    processor: float
+    kernel: float
 
 
 def real_checkpoint() -> Path:
@@ -57,11 +62,12 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> Run:
         ],
     )
     peak = _Peak(pid)
-    _, status = os.waitpid(pid, 0)
+    _, status, usage = os.wait4(pid, 0)
     seconds = time.perf_counter() - begun
     if status:
         raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-2000:]}")
-    return Run(seconds, peak.stop())  # not ru_maxrss, which begins with our own
+    processor = usage.ru_utime + usage.ru_stime
+    return Run(seconds, peak.stop(), processor, usage.ru_stime)  # not ru_maxrss, which begins with our own
 
 
 class _Peak:

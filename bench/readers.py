@@ -57,6 +57,13 @@ def mapped(fd: int, view: memoryview, at: int) -> None:
         np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(file, np.uint8))
 
 
+def into_cache(fd: int, view: memoryview, at: int) -> None:
+    """`preadv` of 256 KiB, again and again into the same buffer: what the kernel takes, without the destination."""
+    buffer = memoryview(bytearray(256 << 10))
+    for offset in range(at, at + len(view), len(buffer)):
+        os.preadv(fd, [buffer], offset)
+
+
 #: name -> reads the bytes of a file from an offset into memory
 RAW: dict[str, Callable[[int, memoryview, int], None]] = {
     "one call": partial(in_calls, nbytes=1 << 40),
@@ -65,6 +72,10 @@ RAW: dict[str, Callable[[int, memoryview, int], None]] = {
     "`preadv`, 64 KiB": in_vectors,
     "`mmap` + copy": mapped,
 }
+
+
+#: Not a way to read into memory, but a bound of all that do not map the file.
+NOWHERE = "256 KiB into the cache"
 
 
 def raw(out: Any, read: Callable[[int, memoryview, int], None], threads: int, flags: int = 0) -> None:
@@ -102,6 +113,7 @@ def compare(what: str, rounds: str) -> dict[str, dict[str, list[float]]]:
         for n in (1, 2):
             label = f"{n} thread" + "s" * (n > 1)
             acts |= {f"{name}, {label}": partial(raw, out, read, n) for name, read in RAW.items()}
+            acts[f"{NOWHERE}, {label}"] = partial(raw, out, into_cache, n)
             for kind, verify in (("unverified", "never"), ("verified", "whole")):
                 acts[f"ucformat {kind}, {label}"] = partial(ours, out, what, str(n), verify)
         times: dict[str, list[float]] = defaultdict(list)

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from itertools import product
 from typing import TYPE_CHECKING
 
 from bench.common import OUT, ROOT, median, table, targets
@@ -40,6 +41,8 @@ def main() -> None:
         label = f"bytes read by all ÷ state, `broadcast_group`, {form}"
         rows[label] = [m.sum(f"read shared {form}") for m in found.values()]
     rows["largest extra memory of a rank ÷ size of its shards"] = [m["memory"] for m in found.values()]
+    print("Where the milliseconds of a verified load with one thread go.\n")
+    print(profile(found) + "\n")
     print(table(["", *(f"{w} ranks" for w in WORLDS)], [[k, *(f"{v:.3f}" for v in row)] for k, row in rows.items()]))
     print()
     print(targets(*(row for world, m in found.items() for row in asked(world, m))))
@@ -80,6 +83,20 @@ def compare(title: str, limit: str, measures: dict[str, tuple[str, str, str]], f
             row += [f"{m[dcp] / m[ours]:.2f}", f"{m[raw] / m[ours]:.2f}"]
         rows.append(row)
     print(table([title, *(c for w in found for c in (f"{w} ranks", "× DCP", f"× {limit}"))], rows) + "\n")
+
+
+def profile(found: dict[int, Measures]) -> str:
+    """A table of the parts of loads, means over ranks."""
+    rows = []
+    for form, kind, (world, m) in product(("packed", "zarr"), KINDS, found.items()):
+        part = {
+            p: 1000 * m.average(f"profile {form} {kind} {p}") for p in ("all", "exchange", "plan", "execute", "read")
+        }
+        rest = part["all"] - part["exchange"] - part["plan"] - part["execute"]
+        values = (m["load raw"] * 1000, part["all"], part["read"], part["execute"] - part["read"], part["plan"])
+        rows.append([f"{kind}, {form}, {world} ranks", *(f"{v:.0f}" for v in (*values, part["exchange"], rest))])
+    head = ["best raw", "load", "in `read_into`", "Python between", "plan", "exchange", "open, match, check"]
+    return table(["", *head], rows)
 
 
 SAVES = {
@@ -125,6 +142,10 @@ class Measures:
     def mean(self, measure: str) -> float:
         """The mean over ranks, of the last round."""
         return sum(self.ranks[measure][-1]) / len(self.ranks[measure][-1])
+
+    def average(self, measure: str) -> float:
+        """The median over rounds of the mean over ranks."""
+        return median([sum(values) / len(values) for values in self.ranks[measure]])
 
     def sum(self, measure: str) -> float:
         """The sum over ranks, of the last round."""

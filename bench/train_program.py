@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import pkgutil
 import resource
 import shutil
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -182,7 +185,44 @@ def load(folder: Path, mesh: DeviceMesh, rounds: int, tell: Tell) -> None:
                 tell(f"read {form} {kind}", report.nbytes / wanted)
                 for n, e in expected.items():
                     assert torch.equal(target[n].to_local(), e), n
+        for form in ("packed", "zarr"):
+            for _ in range(rounds):
+                taken = profiled(partial(uct.load, {"model": target}, folder / form, threads=1))
+                for part, seconds in taken.items():
+                    tell(f"profile {form} {kind} {part}", seconds)
         del target
+
+
+#: part of a load -> what is timed
+PARTS = {
+    "exchange": "ucformat.torch.comm.group.Group.all_gather",
+    "plan": "ucformat.reading.read.make_plan",
+    "execute": "ucformat.reading.read.execute",
+    "read": "ucformat.storage.local.LocalStore.read_into",
+}
+
+
+def profiled(act: Callable[[], Any]) -> dict[str, float]:
+    """The seconds of each part of a load, and of all of it."""
+    found = dict.fromkeys(PARTS, 0.0)
+
+    def timing(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_part(*args: Any, **options: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                found[part] += time.perf_counter() - begun
+
+        return timed_part
+
+    with ExitStack() as stack:
+        for part, name in PARTS.items():
+            module, _, attribute = name.rpartition(".")
+            holder = pkgutil.resolve_name(module)
+            stack.enter_context(mock.patch.object(holder, attribute, timing(part, getattr(holder, attribute))))
+        seconds, _ = timed(act)
+    return {"all": seconds, **found}
 
 
 def share(folder: Path, tell: Tell) -> None:
