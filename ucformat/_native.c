@@ -272,13 +272,13 @@ __attribute__((target("avx512f"))) static void stream_avx512(char *to, const cha
 static void (*stream)(char *, const char *, size_t);
 
 #define AHEAD 8 /* rows whose first and last lines are fetched in advance */
-#define COPY_ROWS(copy)                                                              \
-    for (; count; count--, to += step, from += run) {                                \
-        if (!aligned) {                                                              \
-            __builtin_prefetch((char *)((uintptr_t)to + AHEAD * (uintptr_t)step), 1); \
+#define COPY_ROWS(copy)                                                                         \
+    for (; count; count--, to += step, from += run) {                                           \
+        if (!aligned) {                                                                         \
+            __builtin_prefetch((char *)((uintptr_t)to + AHEAD * (uintptr_t)step), 1);           \
             __builtin_prefetch((char *)((uintptr_t)to + AHEAD * (uintptr_t)step + run - 1), 1); \
-        }                                                                            \
-        copy;                                                                        \
+        }                                                                                       \
+        copy;                                                                                   \
     }
 
 /* Copies rows of `run` bytes to addresses that are `step` bytes apart. */
