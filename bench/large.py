@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Acts = dict[str, Callable[[], object]]
 
 HIDDEN, INTER, LAYERS, VOCAB = 4096, 11264, 9, 32_000
-ROUNDS, COLD_ROUNDS = 5, 3
+ROUNDS, COLD_ROUNDS = 7, 3
 HUGE = 2 << 20
 FOLDER = OUT / "large"
 GOALS = {"unverified": 0.75, "verified": 0.7}
