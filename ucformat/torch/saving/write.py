@@ -6,6 +6,7 @@ form each shard is written by one rank, which receives the parts that other rank
 
 from __future__ import annotations
 
+import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -190,10 +191,13 @@ def write_shards(
                 found = list((map if threads == 1 else pool.map)(one, batch.shards))
                 leaves.extend((s.tensor, s.at, f) for s, f in zip(batch.shards, found, strict=True))
 
-            receiving = [other.submit(_receive, group, arrays, batch) for batch in batches[:1]]
+            this, following = _Buffer(), _Buffer()
+            receiving = [other.submit(_receive, group, arrays, batch, this) for batch in batches[:1]]
             for number, batch in enumerate(batches):
                 received = receiving.pop().result()
-                receiving += [other.submit(_receive, group, arrays, b) for b in batches[number + 1 : number + 2]]
+                after = batches[number + 1 : number + 2]
+                receiving += [other.submit(_receive, group, arrays, b, following) for b in after]
+                this, following = following, this
                 try:
                     if not failures:
                         write(batch, received)
@@ -206,34 +210,55 @@ def write_shards(
     return leaves
 
 
+class _Buffer:
+    """Memory that is used again, and given back to the system: `malloc` would keep it in the arenas of threads."""
+
+    def __init__(self) -> None:
+        self._memory: Memory = np.empty(0, np.uint8)
+
+    def of(self, nbytes: int) -> Memory:
+        """So many bytes, whose content is what was there before."""
+        if self._memory.size < nbytes:
+            self._memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        return self._memory[:nbytes]
+
+
 def _send_all(
     group: Group,
     messages: Sequence[Transfer],
     elements: Callable[[Fragment], Elements],
     failures: list[BaseException],
 ) -> None:
+    buffer = _Buffer()
     try:
         for message in messages:
             parts = [row_major_bytes(elements(f)) for f in message.fragments]
-            group.send(np.concatenate(parts) if len(parts) > 1 else parts[0], message.to, bulk=True)
+            whole = parts[0]
+            if len(parts) > 1:
+                whole = np.concatenate(parts, out=buffer.of(sum(part.size for part in parts)))
+            group.send(whole, message.to, bulk=True)
     except BaseException as error:  # noqa: BLE001 - raised by `write_shards`
         failures.append(error)
 
 
-def _receive(group: Group, arrays: Sequence[Array], batch: ShardBatch) -> dict[Fragment, Memory]:
-    """The bytes of the fragments of a batch that other ranks hold."""
+def _receive(group: Group, arrays: Sequence[Array], batch: ShardBatch, buffer: _Buffer) -> dict[Fragment, Memory]:
+    """The bytes of the fragments of a batch that other ranks hold, in a buffer."""
     by_sender: dict[int, list[Fragment]] = {}
     for shard in batch.shards:
         for f in shard.fragments:
             if f.sender != group.rank:
                 by_sender.setdefault(f.sender, []).append(f)
+    sizes = {f: f.box.size * arrays[f.tensor].info.itemsize for sent in by_sender.values() for f in sent}
+    memory, at = buffer.of(sum(sizes.values())), 0
     out: dict[Fragment, Memory] = {}
-    buffers: dict[int, Memory] = {}
+    parts: dict[int, Memory] = {}
     for sender, fragments in by_sender.items():
-        sizes = [f.box.size * arrays[f.tensor].info.itemsize for f in fragments]
-        buffers[sender] = np.empty(sum(sizes), np.uint8)
-        out |= dict(zip(fragments, np.split(buffers[sender], np.cumsum(sizes)[:-1]), strict=True))
-    group.receive_all(buffers, bulk=True)
+        begin = at
+        for f in fragments:
+            out[f] = memory[at : at + sizes[f]]
+            at += sizes[f]
+        parts[sender] = memory[begin:at]
+    group.receive_all(parts, bulk=True)
     return out
 
 
