@@ -17,7 +17,7 @@ file is not built for. */
 #define MAX_DIMS 64
 #define MAX_VECTORS 1024 /* IOV_MAX of Linux */
 #define PIECE (256 << 10)  /* bytes that are written at once, or read at once if they are checked or copied */
-#define SHORT_ROW 4096    /* bytes of rows that `preadv` takes longer to fill than to copy */
+#define SHORT_ROW (1 << 20) /* bytes of rows that `preadv` takes longer to fill than to copy from the cache */
 
 /* The rows of a buffer: runs of contiguous bytes at the indices of the leading dims. */
 typedef struct {

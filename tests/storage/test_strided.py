@@ -150,7 +150,7 @@ def test_a_read_of_more_bytes_than_the_system_reads_at_once() -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize("nbytes", [1, 2, 3, 4, 8, 16, 32, 384, 1023, 1024, 1025])
+@pytest.mark.parametrize("nbytes", [1, 2, 3, 4, 8, 16, 32, 384, 1023, 1024, 1025, 70_000, (1 << 20) - 1, 1 << 20])
 def test_more_rows_than_one_call_takes(nbytes: int) -> None:
     """Tiles with short or long rows, and between them the four bytes of a checksum."""
     count = max(1, 300_000 // nbytes // 9)
