@@ -13,30 +13,42 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.torch.faults_program import error_of, sharded
 from ucformat.torch import PerRank, Rng, load, save
+from ucformat.torch.comm import links
 from ucformat.torch.comm.group import Group, group_of
+from ucformat.torch.state.elements import SharedRange, write_shared
 
 MIB = 1 << 20
 
 
 class Sent:
-    """Counts the bytes that this rank sends in our groups, those of plans and those of tensors."""
+    """Counts the bytes that this rank sends in our groups: of plans, of tensors, and those that it writes to others."""
 
     def __init__(self) -> None:
-        self.plain: Any = Group.send
+        self.plain: Any = Group.send, Group.send_bulk, write_shared
         self.bytes: Counter[str] = Counter()
 
     def __enter__(self) -> Counter[str]:
-        counts, plain = self.bytes, self.plain
+        counts, (plain, plain_bulk, plain_write) = self.bytes, self.plain
 
-        def send(group: Group, data: Any, to: int, *, bulk: bool = False) -> None:
-            counts["tensors" if bulk else "plans"] += data.size
-            plain(group, data, to, bulk=bulk)
+        def send(group: Group, data: Any, to: int) -> None:
+            counts["plans"] += data.size
+            plain(group, data, to)
 
-        Group.send = send  # type: ignore[method-assign, assignment]
+        def send_bulk(group: Group, parts: Any, to: int) -> None:
+            counts["tensors"] += sum(part.size for part in parts)
+            plain_bulk(group, parts, to)
+
+        def write(target: SharedRange, parts: Any) -> bool:
+            done: bool = plain_write(target, parts)
+            counts["shared"] += target.nbytes * done
+            return done
+
+        Group.send, Group.send_bulk = send, send_bulk  # type: ignore[method-assign, assignment]
+        links.write_shared = write  # type: ignore[attr-defined]
         return counts
 
     def __exit__(self, *_: object) -> None:
-        Group.send = self.plain  # type: ignore[method-assign]
+        Group.send, Group.send_bulk, links.write_shared = self.plain  # type: ignore[method-assign, attr-defined]
 
 
 def many(seed: float, count: int = 100) -> dict[str, torch.Tensor]:
@@ -162,6 +174,7 @@ def memory(folder: Path) -> Any:
         before = _peak(reset=True)
         with Sent() as sent:
             save({"w": tensor}, folder / form, form=form, **options)  # type: ignore[arg-type]
+        assert sent["shared"] == sent["tensors"]
         out[form] = (_peak() - before, sent["tensors"])
     target = torch.zeros(4096, columns)
     again = DTensor.from_local(target, mesh, [Shard(1)], run_check=False, shape=(4096, 16384), stride=(16384, 1))

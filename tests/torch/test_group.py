@@ -16,10 +16,14 @@ import torch.distributed as dist
 
 from tests.patience import PATIENCE
 from ucformat.errors import Conflict, UcformatError
+from ucformat.torch.comm import links
 from ucformat.torch.comm.group import Group, connect_by_store, group_of, single_process_group
+from ucformat.torch.state.elements import SharedMemory, write_shared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ucformat.torch.state.elements import SharedRange
 
 
 def together(size: int, act: Callable[[Group], Any]) -> list[Any]:
@@ -51,29 +55,77 @@ def test_bytes_go_from_rank_to_rank() -> None:
     def act(group: Group) -> Any:
         out = np.zeros(5, np.uint8)
         if group.rank == 0:
-            group.send(np.arange(5, dtype=np.uint8), 2, bulk=True)
+            group.send(np.arange(5, dtype=np.uint8), 2)
         elif group.rank == 2:
-            group.receive(out, 0, bulk=True)
-        group.receive_all({1: np.empty(0, np.uint8)})  # nothing is not waited for
+            group.receive(out, 0)
+        group.receive(np.empty(0, np.uint8), 1)  # nothing is not waited for
         group.send(np.empty(0, np.uint8), 0)
         return out.tolist()
 
     assert together(3, act) == [[0] * 5, [0] * 5, [0, 1, 2, 3, 4]]
 
 
-def test_one_thread_sends_while_another_receives() -> None:
-    """More than any socket holds, both ways at once."""
+@pytest.fixture(params=["shared memory", "another host", "another container", "no access"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How bulk data goes to another rank; of all ways but the first it goes over the connection."""
+    written: list[bool] = []
+    true_write = write_shared
+
+    def write(target: SharedRange, parts: Sequence[memoryview]) -> bool:
+        if request.param == "another container":  # where this number belongs to another process's memory
+            target = target._replace(name=b"0" * 32)
+        elif request.param == "no access":
+            target = target._replace(pid=1 << 30)
+        written.append(true_write(target, parts))
+        return written[-1]
+
+    monkeypatch.setattr(links, "write_shared", write)
+    if request.param == "another host":
+        true_peer = links._Line.__init__
+
+        def elsewhere(line: Any, peer: Any) -> None:
+            true_peer(line, peer)
+            line.here = False
+
+        monkeypatch.setattr(links._Line, "__init__", elsewhere)
+    yield request.param
+    assert set(written) == {"shared memory": {True}, "another host": set()}.get(request.param, {False})
+
+
+@pytest.mark.parametrize("parts", [1, 3000])
+def test_one_thread_sends_while_another_receives(way: str, parts: int) -> None:
+    """More than any socket holds, both ways at once, and more buffers than one call takes."""
+    size = 8 << 20
 
     def act(group: Group) -> Any:
-        out = np.empty(8 << 20, np.uint8)
-        mine = np.full(8 << 20, group.rank, np.uint8)
-        sender = threading.Thread(target=group.send, args=(mine, 1 - group.rank), kwargs={"bulk": True})
+        shared = SharedMemory(size + 3)
+        mine = np.random.default_rng(group.rank).integers(0, 256, size, np.uint8)
+        cut = [part for part in np.array_split(mine, parts) for part in (part, part[:0])]
+        sender = threading.Thread(target=group.send_bulk, args=(cut, 1 - group.rank))
         sender.start()
-        group.receive(out, 1 - group.rank, bulk=True)
+        group.receive_bulk(shared, {1 - group.rank: (2, 2 + size)})
         sender.join()
-        return set(np.unique(out).tolist())
+        out = shared.memory.copy()
+        shared.close()
+        expected = np.random.default_rng(1 - group.rank).integers(0, 256, size, np.uint8)
+        return np.array_equal(out[2:-1], expected) and not out[[0, 1, -1]].any()
 
-    assert together(2, act) == [{1}, {0}]
+    assert together(2, act) == [True, True]
+
+
+def test_bulk_data_of_another_size_is_an_error() -> None:
+    def act(group: Group) -> Any:
+        if group.rank:
+            group.send_bulk([np.zeros(4, np.uint8)], 0)
+            return group.receive(np.zeros(1, np.uint8), 0)
+        shared = SharedMemory(8)
+        try:
+            return group.receive_bulk(shared, {1: (0, 5)})
+        finally:
+            shared.close()
+
+    found = together(2, act)
+    assert "it sent 4 bytes, expected 5" in found[0].message
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -13,6 +13,7 @@ from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import execute
 from ucformat.reading.plan import ReadItem, make_plan
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -163,11 +164,14 @@ def _check_sizes(plan: Plan, store: Store) -> None:
     ends: dict[str, int] = {}
     for r in plan.requests:
         ends[r.file] = max(ends.get(r.file, 0), r.end)
-    for file, end in ends.items():
+
+    def size_of(file: str) -> int:
         try:
-            size = store.info(file).size
+            return store.info(file).size
         except NotFound as error:
             raise MissingData(error.message) from error
+
+    for (file, end), size in zip(ends.items(), map_io(size_of, ends), strict=True):
         if size < end:
             raise IntegrityError(
                 f"{store.url}/{file} has {size} bytes, but tensors of the checkpoint extend to byte {end}",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.torch.comm.handshake import Peer
+    from ucformat.torch.state.elements import Memory, SharedMemory
 
 __all__ = [
     "TIMEOUT",
@@ -124,46 +125,48 @@ class Group:
                 self._users -= 1
                 self._contested = self._contested and self._users > 0
 
-    def send(self, data: NDArray[np.uint8], to: int, *, bulk: bool = False) -> None:
+    def send(self, data: NDArray[np.uint8], to: int) -> None:
         """Send bytes to a rank; messages, and separately bulk data, are received in the order in which they are sent.
 
         Args:
             data: the bytes, contiguous; may be changed when this returns.
             to: the receiving rank.
-            bulk: send when the receiver has its buffer ready, so that it need not allocate memory.
         """
         if self.size > 1 and data.size:
-            self.links.send(to, self._tag(bulk), data.data.cast("B"), bulk=bulk)
+            self.links.send(to, 2 * self._number, data.data.cast("B"))
 
-    def receive(self, out: NDArray[np.uint8], source: int, *, bulk: bool = False) -> None:
+    def send_bulk(self, parts: Sequence[Memory], to: int) -> None:
+        """Send bulk data to a rank when it has its buffer ready.
+
+        Args:
+            parts: the bytes, each part contiguous; may be changed when this returns.
+            to: the receiving rank.
+        """
+        if self.size > 1 and any(part.size for part in parts):
+            self.links.send_bulk(to, 2 * self._number + 1, [part.data.cast("B") for part in parts])
+
+    def receive(self, out: NDArray[np.uint8], source: int) -> None:
         """Receive bytes from a rank.
 
         Args:
             out: the buffer to fill, of exactly the size that is sent.
             source: the sending rank.
-            bulk: as given to `send`.
         """
-        self.receive_all({source: out}, bulk=bulk)
-
-    def receive_all(self, buffers: Mapping[int, NDArray[np.uint8]], *, bulk: bool = False) -> None:
-        """Receive bytes from several ranks.
-
-        Args:
-            buffers: the buffers to fill, by sending rank.
-            bulk: as given to `send`.
-        """
-        wanted = {source: out for source, out in buffers.items() if self.size > 1 and out.size}
-        if bulk:
-            self.links.receive_bulk(self._tag(bulk), {source: out.data.cast("B") for source, out in wanted.items()})
-            return
-        for source, out in wanted.items():
+        if self.size > 1 and out.size:
             out[...] = np.frombuffer(self._received(source), np.uint8)
 
-    def _received(self, source: int) -> bytearray:
-        return self.links.receive(source, self._tag(bulk=False))
+    def receive_bulk(self, shared: SharedMemory, slots: Mapping[int, tuple[int, int]]) -> None:
+        """Receive bulk data from several ranks.
 
-    def _tag(self, bulk: bool) -> int:  # noqa: FBT001
-        return 2 * self._number + bulk
+        Args:
+            shared: the memory to fill.
+            slots: by sending rank, the bytes `[start, stop)` of the memory, exactly as many as are sent.
+        """
+        wanted = {source: (start, stop) for source, (start, stop) in slots.items() if self.size > 1 and stop > start}
+        self.links.receive_bulk(2 * self._number + 1, shared, wanted)
+
+    def _received(self, source: int) -> bytearray:
+        return self.links.receive(source, 2 * self._number)
 
     def gather_scatter(
         self, value: Any, compute: Callable[[list[Any]], Sequence[Any]], kind: Any = Any, answer_kind: Any = Any

@@ -79,8 +79,8 @@ def any_rank_bits(group: Group, bits: int) -> int:
     first = group.rank * _FAN_OUT + 1
     children = range(first, min(first + _FAN_OUT, group.size))
     theirs = {child: np.zeros(1, np.uint8) for child in children}
-    group.receive_all(theirs)
-    for bit in theirs.values():
+    for child, bit in theirs.items():
+        group.receive(bit, child)
         found |= bit
     if group.rank:
         parent = (group.rank - 1) // _FAN_OUT

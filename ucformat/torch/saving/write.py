@@ -6,7 +6,6 @@ form each shard is written by one rank, which receives the parts that other rank
 
 from __future__ import annotations
 
-import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -22,7 +21,14 @@ from ucformat.geometry.box import row_major
 from ucformat.reading.execute import place_checksum
 from ucformat.storage.strided import checksum
 from ucformat.storage.upload import unit_for
-from ucformat.torch.state.elements import copy_common, dense_elements, elements_of, elements_within, row_major_bytes
+from ucformat.torch.state.elements import (
+    SharedMemory,
+    copy_common,
+    dense_elements,
+    elements_of,
+    elements_within,
+    row_major_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -160,9 +166,9 @@ def write_shards(
 ) -> Leaves:
     """Write this rank's shards, and send the fragments that other ranks need for theirs.
 
-    The next batch is received while one is written. At most two batches (or larger shards) of received data and one
-    message to send are in memory. A rank that fails to write continues to receive and send, so that no other rank waits
-    in vain, and raises at the end.
+    The next batch is received while one is written. At most two batches (or larger shards) of received data are in
+    memory, and of one message to send the fragments that are not row-major. A rank that fails to write continues to
+    receive and send, so that no other rank waits in vain, and raises at the end.
 
     Args:
         store: where the shards are written.
@@ -181,6 +187,7 @@ def write_shards(
     sender = threading.Thread(target=_send_all, args=(group, messages, elements, failures), name="ucformat-send")
     sender.start()
     leaves: Leaves = []
+    this, following = _Buffer(), _Buffer()
     try:
         with ThreadPoolExecutor(threads, "ucformat-write") as pool, ThreadPoolExecutor(1, "ucformat-receive") as other:
 
@@ -191,7 +198,6 @@ def write_shards(
                 found = list((map if threads == 1 else pool.map)(one, batch.shards))
                 leaves.extend((s.tensor, s.at, f) for s, f in zip(batch.shards, found, strict=True))
 
-            this, following = _Buffer(), _Buffer()
             receiving = [other.submit(_receive, group, arrays, batch, this) for batch in batches[:1]]
             for number, batch in enumerate(batches):
                 received = receiving.pop().result()
@@ -205,22 +211,28 @@ def write_shards(
                     failures.append(error)
     finally:
         sender.join()
+        this.close()
+        following.close()
     if failures:
         raise failures[0]
     return leaves
 
 
 class _Buffer:
-    """Memory that is used again, and given back to the system: `malloc` would keep it in the arenas of threads."""
+    """Shared memory that is used again."""
 
     def __init__(self) -> None:
-        self._memory: Memory = np.empty(0, np.uint8)
+        self._shared = SharedMemory(0)
 
-    def of(self, nbytes: int) -> Memory:
-        """So many bytes, whose content is what was there before."""
-        if self._memory.size < nbytes:
-            self._memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-        return self._memory[:nbytes]
+    def of(self, nbytes: int) -> SharedMemory:
+        """At least so many bytes, whose content is what was there before."""
+        if self._shared.memory.size < nbytes:
+            self.close()
+            self._shared = SharedMemory(nbytes)
+        return self._shared
+
+    def close(self) -> None:
+        self._shared.close()
 
 
 def _send_all(
@@ -229,14 +241,9 @@ def _send_all(
     elements: Callable[[Fragment], Elements],
     failures: list[BaseException],
 ) -> None:
-    buffer = _Buffer()
     try:
         for message in messages:
-            parts = [row_major_bytes(elements(f)) for f in message.fragments]
-            whole = parts[0]
-            if len(parts) > 1:
-                whole = np.concatenate(parts, out=buffer.of(sum(part.size for part in parts)))
-            group.send(whole, message.to, bulk=True)
+            group.send_bulk([row_major_bytes(elements(f)) for f in message.fragments], message.to)
     except BaseException as error:  # noqa: BLE001 - raised by `write_shards`
         failures.append(error)
 
@@ -249,16 +256,16 @@ def _receive(group: Group, arrays: Sequence[Array], batch: ShardBatch, buffer: _
             if f.sender != group.rank:
                 by_sender.setdefault(f.sender, []).append(f)
     sizes = {f: f.box.size * arrays[f.tensor].info.itemsize for sent in by_sender.values() for f in sent}
-    memory, at = buffer.of(sum(sizes.values())), 0
+    shared, at = buffer.of(sum(sizes.values())), 0
     out: dict[Fragment, Memory] = {}
-    parts: dict[int, Memory] = {}
+    slots: dict[int, tuple[int, int]] = {}
     for sender, fragments in by_sender.items():
         begin = at
         for f in fragments:
-            out[f] = memory[at : at + sizes[f]]
+            out[f] = shared.memory[at : at + sizes[f]]
             at += sizes[f]
-        parts[sender] = memory[begin:at]
-    group.receive_all(parts, bulk=True)
+        slots[sender] = (begin, at)
+    group.receive_bulk(shared, slots)
     return out
 
 

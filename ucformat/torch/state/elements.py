@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from typing import TYPE_CHECKING
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ucformat.geometry.box import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     import torch
@@ -27,6 +30,8 @@ Slots = tuple[tuple[int, int], ...]
 
 __all__ = [
     "BLOCK_BYTES",
+    "SharedMemory",
+    "SharedRange",
     "Slots",
     "blocks_of",
     "copy_common",
@@ -34,9 +39,11 @@ __all__ = [
     "elements_of",
     "elements_within",
     "host_memory",
+    "in_turn",
     "map_shared",
     "row_major_bytes",
     "span",
+    "write_shared",
 ]
 
 
@@ -69,6 +76,8 @@ def host_memory(tensor: torch.Tensor) -> Memory:
 
 #: The default maximum size of a block.
 BLOCK_BYTES = 4 << 20
+
+_VECTORS = 1024  # IOV_MAX of Linux
 
 
 _UNITS = {n: np.dtype(f"V{n}") if n > 8 else np.dtype(f"u{n}") for n in (1, 2, 4, 8, 16)}
@@ -162,7 +171,101 @@ def map_shared(fd: int, nbytes: int) -> Memory:
     """Map shared memory.
 
     Args:
-        fd: its file descriptor.
+        fd: its file descriptor (-1: new private memory).
         nbytes: its size.
     """
     return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+
+
+class SharedMemory:
+    """Anonymous memory that the other ranks of this host can write to, or private if the system refuses such memory.
+
+    Args:
+        nbytes: its size.
+
+    Attributes:
+        memory: its bytes.
+        fd: its file descriptor; -1 if it is private.
+        name: a random name.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.name = secrets.token_hex(16).encode()
+        self.fd = -1
+        self.memory = np.empty(0, np.uint8)
+        if not nbytes:
+            return
+        self.fd = os.memfd_create(self.name.decode(), os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, nbytes)  # a limit on the size of files holds here too
+        except OSError:
+            self.close()
+        self.memory = map_shared(self.fd, nbytes)
+
+    def close(self) -> None:
+        """Release the memory when no array refers to it any more."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
+        self.memory = np.empty(0, np.uint8)
+
+
+class SharedRange(NamedTuple):
+    """A range of the shared memory of a process.
+
+    The name is random, because in another container the same numbers belong to another file.
+    """
+
+    pid: int
+    fd: int
+    start: int
+    nbytes: int
+    name: bytes
+
+
+def write_shared(target: SharedRange, parts: Sequence[memoryview]) -> bool:
+    """Write to the shared memory of another process of this host.
+
+    Args:
+        target: the range to fill.
+        parts: the bytes, as many as the range has.
+
+    Returns:
+        whether this process may write there; if not, nothing is written, or only a part.
+    """
+    try:
+        fd = os.open(f"/proc/{target.pid}/fd/{target.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if os.fsencode(Path(f"/proc/self/fd/{fd}").readlink()) != b"/memfd:%b (deleted)" % target.name:
+            return False
+        end = in_turn(parts, lambda some, done: os.pwritev(fd, some, target.start + done))
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return end == target.nbytes
+
+
+def in_turn(parts: Sequence[memoryview], act: Callable[[list[memoryview], int], int]) -> int:
+    """Pass buffers to a function like `os.writev` until it has used them all.
+
+    Args:
+        parts: the buffers, of bytes.
+        act: called with the buffers that are left, at most 1,024, and the bytes used so far; returns how many it used.
+
+    Returns:
+        the bytes used.
+    """
+    done = first = 0
+    left = list(parts)
+    while first < len(left):
+        used = act(left[first : first + _VECTORS], done)
+        done += used
+        while first < len(left) and used >= len(left[first]):
+            used -= len(left[first])
+            first += 1
+        if used:
+            left[first] = left[first][used:]
+    return done
