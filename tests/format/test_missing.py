@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 import ucformat
@@ -16,7 +19,7 @@ from ucformat.reading import read as reading
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import Info, Store
 
 
 @pytest.fixture
@@ -80,3 +83,32 @@ def test_verify_names_a_packed_file_that_is_gone_or_cut_and_goes_on(kept: int | 
 def test_damage_always_says_what_to_do() -> None:
     assert "another copy" in str(IntegrityError("x"))
     assert str(MissingData("x", hint="y")) == "x\n  hint: y"
+
+
+def test_sizes_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large tensors before planning, and of all files of a large plan: each waits for an object store."""
+    arrays = {(f"t{n}", "weight"): np.arange(12.0, dtype=np.float32).reshape(3, 4) for n in range(24)}
+    ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("at-once-source"), arrays)), MemoryStore("at-once"))
+    asking, most = 0, 0
+    lock = threading.Lock()
+
+    class Slow(MemoryStore):
+        def info(self, key: str) -> Info:
+            nonlocal asking, most
+            with lock:
+                asking += 1
+                most = max(most, asking)
+            time.sleep(0.02)
+            with lock:
+                asking -= 1
+            return super().info(key)
+
+    monkeypatch.setattr(universal, "_LARGE_BYTES", 0)
+    ck = ucformat.open(Slow("at-once"))
+    layout = ucformat.Layout({}, [{"match": "*", "place": ["replicate"]}])
+    plan = ck.plan(layout, 0)
+    assert most > 2
+    most = 0
+    monkeypatch.setattr(reading, "_CHECK_SIZES", 0)
+    assert all(np.array_equal(a, arrays[k]) for k, a in plan.execute().items())
+    assert most > 2

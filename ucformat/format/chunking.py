@@ -285,12 +285,8 @@ class Tiling:
             offset: the byte of the file at which the first tile of the box begins.
             within: only the tiles that intersect this box of the tensor (default: all).
         """
-        for at in product(*(list(_runs(*dim)) for dim in self._dims(box, within or box))):
-            start = tuple(r.start for r in at)
-            tile = tuple(r.edge for r in at)
-            shape = tuple(r.tiles * r.edge for r in at)
-            begin, steps = self._place(box, at)
-            yield Tiles(Box(start, shape), file, offset + begin, tile, self.itemsize, steps)
+        for held, begin, tile, steps in _placed_runs(self, box, within or box):
+            yield Tiles(held, file, offset + begin, tile, self.itemsize, steps)
 
     def boxes(self, box: Box) -> Iterator[Box]:
         """Each tile of a box, in the order of the file.
@@ -300,15 +296,26 @@ class Tiling:
         """
         if not box.size:
             return
-        for at in product(*(list(_runs(*dim, most=1)) for dim in self._dims(box, box))):
+        for at in product(*(list(_runs(*dim, most=1)) for dim in self.dims(box, box))):
             yield Box(tuple(r.start for r in at), tuple(r.edge for r in at))
 
-    def _dims(self, box: Box, within: Box) -> Iterator[tuple[int, int, int, int, int]]:
+    def dims(self, box: Box, within: Box) -> Iterator[tuple[int, int, int, int, int]]:
+        """Of each dim: the range of a box, the tile's edge, and the range to which the box is limited.
+
+        Args:
+            box: the stored box.
+            within: the limit, a box of the tensor.
+        """
         for a, b, t, low, high in zip(box.start, box.stop, self.tile, within.start, within.stop, strict=True):
             yield a, b, t, max(a, low), min(b, high)
 
-    def _place(self, box: Box, at: Sequence[_TileRun]) -> tuple[int, tuple[int, ...]]:
-        """The offset of the first tile of some runs from the box's first tile, and the step per dim, in bytes."""
+    def place(self, box: Box, at: Sequence[_TileRun]) -> tuple[int, tuple[int, ...]]:
+        """The offset of the first tile of some runs from the box's first tile, and the step per dim, in bytes.
+
+        Args:
+            box: the stored box.
+            at: the runs, one of each dim.
+        """
         begin, steps = 0, []
         above = 1  # elements of these tiles, in the dims above
         elements, tiles = box.size, self.count(box)  # of the box, in the dims below
@@ -318,6 +325,19 @@ class Tiling:
             steps.append(above * t * elements * self.itemsize + tiles * CHECKSUM_BYTES)
             above *= run.edge
         return begin, tuple(steps)
+
+
+@lru_cache(maxsize=1 << 12)  # layers repeat: a model has few distinct shapes
+def _placed_runs(
+    tiling: Tiling, box: Box, within: Box
+) -> tuple[tuple[Box, int, tuple[int, ...], tuple[int, ...]], ...]:
+    """`Tiling.runs`: the box, the offset from the box's first tile, the tile and the steps of each."""
+    out = []
+    for at in product(*(list(_runs(*dim)) for dim in tiling.dims(box, within))):
+        held = Box(tuple(r.start for r in at), tuple(r.tiles * r.edge for r in at))
+        begin, steps = tiling.place(box, at)
+        out.append((held, begin, tuple(r.edge for r in at), steps))
+    return tuple(out)
 
 
 class _TileRun(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,11 @@ def copies(extent: Extent | Tiles, piece: Piece, itemsize: int) -> Iterator[tupl
         return
     to = tuple(s * itemsize for s in piece.strides)
     if isinstance(extent, Tiles):
-        yield from _tiled(extent, common, piece, to)
+        grid = (extent.box, extent.chunk, itemsize, extent.strides)
+        at, base, nbytes = extent.offset, piece.offset * itemsize, math.prod(extent.chunk) * itemsize
+        for inner, outer, begin, whole in _tiled(*grid, common, piece.box.start, to):
+            copy = Copy(inner.shape, inner.src + at, inner.src_strides, inner.dst + base, inner.dst_strides)
+            yield copy, outer, Block(at + begin, nbytes, placed=extent.placed), whole
         return
     src = extent.offset + _dot(common.start, extent.box.start, extent.strides)
     dst = piece.offset * itemsize + _dot(common.start, piece.box.start, to)
@@ -93,26 +98,36 @@ def copies(extent: Extent | Tiles, piece: Piece, itemsize: int) -> Iterator[tupl
     yield inner, _ONCE, extent.block, common == extent.box
 
 
+@lru_cache(maxsize=1 << 12)  # layers repeat: a model has few distinct shapes
 def _tiled(
-    tiles: Tiles, common: Box, piece: Piece, to: tuple[int, ...]
-) -> Iterator[tuple[Copy, Copy, Block | None, bool]]:
-    """A copy for each combination, over the dims, of a partial first chunk, the whole ones and a partial last chunk."""
-    grid = tiles.strides
-    within = row_major(tiles.chunk, tiles.itemsize)
-    nbytes = math.prod(tiles.chunk) * tiles.itemsize
+    box: Box,
+    chunk: tuple[int, ...],
+    itemsize: int,
+    grid: tuple[int, ...],
+    common: Box,
+    start: tuple[int, ...],
+    to: tuple[int, ...],
+) -> tuple[tuple[Copy, Copy, int, bool], ...]:
+    """A copy for each combination, over the dims, of a partial first chunk, the whole ones and a partial last chunk.
+
+    Offsets, also that of the first chunk, count from the first chunk of the tiles and the first element of the piece.
+    """
+    within = row_major(chunk, itemsize)
     cuts = [
         tuple(_cuts(a - s, n, c, m))
-        for a, n, s, c, m in zip(common.start, common.shape, tiles.box.start, tiles.chunk, tiles.box.shape, strict=True)
+        for a, n, s, c, m in zip(common.start, common.shape, box.start, chunk, box.shape, strict=True)
     ]
-    base = piece.offset * tiles.itemsize + _dot(tiles.box.start, piece.box.start, to)
+    base = _dot(box.start, start, to)
+    outer_to = tuple(n * t for n, t in zip(chunk, to, strict=True))
+    out = []
     for cut in product(*cuts):
-        begin = tiles.offset + sum(c.first * g for c, g in zip(cut, grid, strict=True))
+        begin = sum(c.first * g for c, g in zip(cut, grid, strict=True))
         src = begin + sum(c.skip * w for c, w in zip(cut, within, strict=True))
-        dst = base + sum((c.first * n + c.skip) * t for c, n, t in zip(cut, tiles.chunk, to, strict=True))
-        outer_to = tuple(n * t for n, t in zip(tiles.chunk, to, strict=True))
+        dst = base + sum((c.first * n + c.skip) * t for c, n, t in zip(cut, chunk, to, strict=True))
         outer = _fold(tuple(c.count for c in cut), 0, grid, 0, outer_to, run=False)
-        inner = _fold((*(c.length for c in cut), tiles.itemsize), src, (*within, 1), dst, (*to, 1))
-        yield inner, outer, Block(begin, nbytes, placed=tiles.placed), all(c.whole for c in cut)
+        inner = _fold((*(c.length for c in cut), itemsize), src, (*within, 1), dst, (*to, 1))
+        out.append((inner, outer, begin, all(c.whole for c in cut)))
+    return tuple(out)
 
 
 @dataclass(frozen=True, slots=True)

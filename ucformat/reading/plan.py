@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import CoverageError, Inconsistent, IntegrityError, MissingData
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.tensor import Block, Tiles
+from ucformat.geometry.tensor import Block, TensorInfo, Tiles
 from ucformat.reading.copies import Copy, copies
 from ucformat.storage.base import Costs
+from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ucformat.geometry.tensor import Extent, Piece, TensorInfo
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.tensor import Extent, Piece
 
-__all__ = ["Plan", "ReadItem", "Request", "Verify", "make_plan", "read_tensor"]
+__all__ = ["Plan", "ReadItem", "Request", "Verify", "make_plan"]
 
 #: Which checksums to verify. `whole`: of chunks that are read whole, and of all blocks of packed files, which are read
 #: whole for this purpose. `always`: of all chunks, which are read whole. `never`: none.
 Verify = Literal["whole", "always", "never"]
 
 
+_REMEMBERED = 64  # boxes at most, of which a proof that they cover a piece is remembered
 _SMALL_GAP = 16  # bytes of gaps that never justify another request: checksums, alignment
 
 
@@ -107,8 +111,9 @@ def make_plan(items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs 
     costs = costs or Costs()
     requests: list[Request] = []
     needed = unverified = besides = 0
-    for item in items:
-        item_requests, exposed, extra = read_tensor(item, verify, costs)
+    located = map_io(_located, items)  # a source may ask for the sizes of a tensor's files first
+    for item, extents in located:
+        item_requests, exposed, extra = _read_tensor(item, extents, verify, costs)
         requests += item_requests
         unverified += exposed
         besides += extra
@@ -117,27 +122,23 @@ def make_plan(items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs 
     return Plan(tuple(_join(requests, costs)), needed, unverified, besides)
 
 
-def read_tensor(item: ReadItem, verify: Verify, costs: Costs) -> tuple[list[Request], int, int]:
-    """The requests for the pieces of one tensor.
+def _located(item: ReadItem) -> tuple[ReadItem, list[Extent | Tiles]]:
+    """An item, and its extents without further replicas of a box, if any of its pieces has elements."""
+    first: dict[object, Extent | Tiles] = {}
+    for e in item.extents if any(p.box.size for _, p in item.pieces) else ():
+        first.setdefault(e.box, e)
+    return item, list(first.values())
 
-    Args:
-        item: the tensor and its pieces.
-        verify: which checksums to verify.
-        costs: how ranges are merged and split.
 
-    Returns:
-        the requests, the bytes needed that are not verified, and the bytes read only to verify checksums.
-
-    Raises:
-        IntegrityError: as `make_plan`, and its subclasses.
-    """
+def _read_tensor(
+    item: ReadItem, extents: Sequence[Extent | Tiles], verify: Verify, costs: Costs
+) -> tuple[list[Request], int, int]:
+    """The requests for a tensor, the bytes that are not verified, and those that are read only to verify checksums."""
     requests: list[Request] = []
     unverified = besides = 0
-    pieces = [(b, p) for b, p in item.pieces if p.box.size]
-    if not pieces:
-        return requests, 0, 0
-    extents = _distinct(item.extents)
-    for buffer, piece in pieces:
+    for buffer, piece in item.pieces:
+        if not piece.box.size:
+            continue
         overlapping = [e for e in extents if e.box.intersect(piece.box)]
         _check_coverage(item.info, piece, overlapping)
         for extent in overlapping:
@@ -163,18 +164,12 @@ def _is_checked(extent: Extent | Tiles, block: Block, verify: Verify, costs: Cos
     return verify != "never"
 
 
-def _distinct(extents: Iterable[Extent | Tiles]) -> list[Extent | Tiles]:
-    """The extents without further replicas of a box."""
-    first: dict[object, Extent | Tiles] = {}
-    for e in extents:
-        first.setdefault(e.box, e)
-    return list(first.values())
-
-
 def _check_coverage(info: TensorInfo, piece: Piece, extents: list[Extent | Tiles]) -> None:
     """Prove that the extents contain every element of the piece exactly once."""
     common = [(e.file, box) for e in extents if (box := e.box.intersect(piece.box))]
     if len(common) == 1 and common[0][1] == piece.box:
+        return
+    if len(common) <= _REMEMBERED and _covers(piece.box, tuple(box for _, box in common)):
         return
     held = sum(box.size for _, box in common)
     if held < piece.box.size:
@@ -189,6 +184,17 @@ def _check_coverage(info: TensorInfo, piece: Piece, extents: list[Extent | Tiles
         raise Inconsistent(
             error.message, hint="restore what lists the parts of this tensor from another copy"
         ) from None
+
+
+@lru_cache(maxsize=1 << 10)  # layers repeat
+def _covers(whole: Box, boxes: tuple[Box, ...]) -> bool:
+    """Whether boxes contain every element of a box exactly once."""
+    shift = tuple(-s for s in whole.start)
+    try:
+        prove(TensorInfo("", "", "uint8", whole.shape), [("", box.shift(shift)) for box in boxes])
+    except CoverageError:
+        return False
+    return True
 
 
 def _piece_info(info: TensorInfo, piece: Piece) -> TensorInfo:
