@@ -76,6 +76,21 @@ def plans(folder: Path, form: str) -> Any:
     return out
 
 
+def parts(folder: Path) -> Any:
+    """What is told in a load where each rank wants half of the tensors, as pipeline stages do, and what none wants."""
+    whole = {f"layers.{n:04}.some.long.name.of.a.weight": torch.full((2,), float(n)) for n in range(1000)}
+    save(whole, folder / "ck")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = {k: torch.zeros(2) for n, k in enumerate(whole) if n % size == rank and n < 990}
+    with Sent() as sent:
+        report = load(mine, folder / "ck")
+    assert all(torch.equal(mine[k], whole[k]) for k in mine)
+    save({"another": torch.zeros(1)}, folder / "other")
+    with error_of() as seen:
+        load(mine, folder / ("other" if rank else "ck"))
+    return sent["plans"], report.unexpected, seen
+
+
 def twice_as_large(folder: Path) -> Any:
     """What is told for a state, and for one of the same tensors a hundred times as large."""
     out = []

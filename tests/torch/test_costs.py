@@ -62,6 +62,15 @@ def test_what_is_read(ranks: Ranks, tmp_path: Path, form: str, size: int) -> Non
         assert out["damaged"]["kind"] == "ChecksumError"
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_load_tells_a_bit_for_what_a_rank_does_not_want(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    for told, unexpected, other in ranks.run("parts", world, tmp_path):
+        assert told < 1500 * world
+        assert list(unexpected) == [f"layers.{n:04}.some.long.name.of.a.weight (weight)" for n in range(990, 1000)]
+        assert other["kind"] == "Conflict"
+        assert "rank 1 has opened a checkpoint with a different number of tensors" in other["message"]
+
+
 def test_memory_is_bounded_by_shards_not_by_the_state(ranks: Ranks, tmp_path: Path) -> None:
     """A state of 256 MiB, half of it on each of two ranks; a rank holds a bundle of shards, and one that it sends."""
     for out in ranks.run("memory", 2, tmp_path):

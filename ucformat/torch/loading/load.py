@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import TensorNotFound, UsageError
+from ucformat.errors import Conflict, TensorNotFound, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.rank import LOAD_INVALID
@@ -21,7 +25,16 @@ from ucformat.sources.dcp.names import dotted
 from ucformat.storage.watched import check_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
 from ucformat.torch.comm.wire import message
-from ucformat.torch.loading.match import PARAMETER, Matched, Problems, edge_of, match, raise_for, stored_names
+from ucformat.torch.loading.match import (
+    PARAMETER,
+    Matched,
+    Problems,
+    edge_of,
+    labels_of,
+    match,
+    raise_for,
+    stored_names,
+)
 from ucformat.torch.loading.read import ReadAmount, read, read_and_broadcast
 from ucformat.torch.loading.values import SavedState, fit_groups, fit_objects, take_values
 from ucformat.torch.state.collect import collect
@@ -204,12 +217,22 @@ def load_local(
     begun = time.monotonic()
     ranks = group or group_of()
     with ranks.sharing_errors():
-        matched, found = match(targets, aliases or {}, ck, names or stored_names(ck, None), cast=cast)
+        names = names or stored_names(ck, None)
+        matched, found = match(targets, aliases or {}, ck, names, cast=cast)
         stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)
-    reports: list[_RankReport] = ranks.all_gather(
-        _RankReport(found | (problems or Problems()), layout or {}, stateful), _RankReport
+        lacking = set(found.unexpected)
+        bits = np.zeros(len(ck.tensors), np.uint8)
+        if lacking:
+            bits[:] = [label in lacking for label in labels_of(ck.tensors, names)]
+        others = replace(found, unexpected=()) | (problems or Problems())
+    joined: _RankReport = ranks.gather_scatter(
+        _RankReport(others, np.packbits(bits), layout or {}, stateful),
+        lambda reports: [_join(reports)] * ranks.size,
+        _RankReport,
+        _RankReport,
     )
-    found = _join_problems([r.problems for r in reports])
+    common = labels_of(compress(ck.tensors, np.unpackbits(joined.unexpected)), names)
+    found = replace(joined.problems, unexpected=(*common, *joined.problems.unexpected))
     raise_for(found, strict, ck.url)
     amount, failure = ReadAmount(), None
     try:
@@ -217,18 +240,22 @@ def load_local(
         then()
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         failure = error
-    ranks.all_gather(failure, None)
-    now = {"world": ranks.size} | {k: v for r in reports for k, v in r.layout.items()}
-    lineage = edge_of(ck, now, continues=any(r.stateful for r in reports))
+    ranks.gather_scatter(failure, lambda _: [None] * ranks.size, None, None)
+    now = {"world": ranks.size} | dict(joined.layout)
+    lineage = edge_of(ck, now, continues=joined.stateful)
     seconds = time.monotonic() - begun
     return LoadReport(ck.url, ck.id, ck.metadata.step, len(matched), *amount, seconds, now, lineage, found)
 
 
 @message
 class _RankReport:
-    """The mismatches of a rank, its layout, and whether it loads state of an optimizer."""
+    """The mismatches of a rank, or of all, the layout, and whether state of an optimizer is loaded.
+
+    `unexpected` has a bit for each tensor of the checkpoint, because pipeline stages lack most of them.
+    """
 
     problems: Problems
+    unexpected: NDArray[np.uint8]
     layout: Mapping[str, Any]
     stateful: bool
 
@@ -250,13 +277,27 @@ def _read(
     return amount
 
 
-def _join_problems(of_ranks: Sequence[Problems]) -> Problems:
-    """The problems of all ranks; a tensor is unexpected if it is on all ranks."""
-    out = Problems()
-    for found in of_ranks:
-        out |= found
-    common = [u for u in out.unexpected if all(u in found.unexpected for found in of_ranks)]
-    return Problems(out.missing, tuple(common), out.shapes, out.dtypes, out.others)
+def _join(reports: Sequence[_RankReport]) -> _RankReport:
+    """The reports of all ranks as one; unexpected is what all ranks lack.
+
+    Raises:
+        Conflict: the ranks have opened different checkpoints.
+    """
+    other = next((r for r, report in enumerate(reports) if len(report.unexpected) != len(reports[0].unexpected)), None)
+    if other is not None:
+        raise Conflict(
+            f"rank {other} has opened a checkpoint with a different number of tensors than rank 0",
+            hint="load the same checkpoint on all ranks, and do not replace it meanwhile",
+        )
+    problems = Problems.joined([r.problems for r in reports])
+    lacking = Counter(u for r in reports for u in set(r.problems.unexpected))
+    common = tuple(u for u in problems.unexpected if lacking[u] == len(reports))
+    return _RankReport(
+        replace(problems, unexpected=common),
+        np.bitwise_and.reduce([r.unexpected for r in reports]),
+        {k: v for r in reports for k, v in r.layout.items()},
+        any(r.stateful for r in reports),
+    )
 
 
 _SUGGESTIONS = 5  # names that an error lists

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     Rename = Callable[[str], str] | Mapping[str, str]
     Strict = Literal["report", True, False]
 
-__all__ = ["PARAMETER", "Matched", "Problems", "edge_of", "holds_training", "match", "raise_for", "stored_names"]
+__all__ = [
+    "PARAMETER",
+    "Matched",
+    "Problems",
+    "edge_of",
+    "holds_training",
+    "labels_of",
+    "match",
+    "raise_for",
+    "stored_names",
+]
 
 
 PARAMETER = ("weight", "master")  # the states of a parameter itself, not of an optimizer
@@ -42,9 +52,17 @@ class Problems:
     dtypes: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
 
+    @classmethod
+    def joined(cls, found: Sequence[Problems]) -> Problems:
+        """Return all problems, each once.
+
+        Args:
+            found: the problems, of several ranks or kinds of values.
+        """
+        return cls(**{f.name: tuple(dict.fromkeys(x for p in found for x in getattr(p, f.name))) for f in fields(cls)})
+
     def __or__(self, more: Problems) -> Problems:
-        mine = {f.name: (*getattr(self, f.name), *getattr(more, f.name)) for f in fields(self)}
-        return Problems(**{k: tuple(dict.fromkeys(v)) for k, v in mine.items()})
+        return Problems.joined([self, more])
 
     def lines(self, *, unexpected: bool) -> list[str]:
         """Return one line for each problem.
@@ -188,10 +206,19 @@ def _unexpected(wanted: set[Key], states: set[str], ck: Checkpoint, names: Mappi
     """Stored tensors that are not in the state, only of kinds that it has: weights, states of an optimizer."""
     weights = bool(states & set(PARAMETER))
     optimizer = bool(states - set(PARAMETER))
+    lacking = (k for k in ck.tensors if k not in wanted and (weights if k.state in PARAMETER else optimizer))
+    return labels_of(lacking, names)
+
+
+def labels_of(keys: Iterable[Key], names: Mapping[str, str]) -> list[str]:
+    """Return what `Problems` call tensors of a checkpoint.
+
+    Args:
+        keys: of the tensors.
+        names: the stored names, from `stored_names`.
+    """
     renamed = {stored: name for name, stored in reversed(list(names.items()))}
-    for key in ck.tensors:
-        if key not in wanted and (weights if key.state in PARAMETER else optimizer):
-            yield str(Key(renamed[key.name], key.state))
+    return [str(Key(renamed[key.name], key.state)) for key in keys]
 
 
 _MAX_LINES = 40
