@@ -195,7 +195,7 @@ def load(folder: Path, mesh: DeviceMesh, rounds: int, tell: Tell) -> None:
 
 #: part of a load -> what is timed
 PARTS = {
-    "exchange": "ucformat.torch.comm.group.Group.all_gather",
+    "exchange": "ucformat.torch.comm.group.Group.gather_scatter",
     "plan": "ucformat.reading.read.make_plan",
     "execute": "ucformat.reading.read.execute",
     "read": "ucformat.storage.local.LocalStore.read_into",
