@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from os import PathLike, fspath
 from types import MappingProxyType
@@ -43,6 +45,19 @@ __all__ = ["Checkpoint", "open_checkpoint"]
 _log = logging.getLogger("ucformat")
 
 
+@contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Pause the garbage collector: with a million small objects that all stay alive, it takes half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_gc_paused()
 def open_checkpoint(
     place: str | PathLike[str] | Store,
     *,
@@ -89,10 +104,8 @@ def open_checkpoint(
             ) from None
         return Checkpoint(source)
     if options:
-        raise UsageError(
-            f"{store.url} is a universal checkpoint, which takes no options",
-            hint=f"leave out {', '.join(options)}",
-        )
+        hint = f"leave out {', '.join(options)}"
+        raise UsageError(f"{store.url} is a universal checkpoint, which takes no options", hint=hint)
     return Checkpoint(Universal(store, roots))
 
 

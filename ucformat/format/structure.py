@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
@@ -26,7 +27,7 @@ from ucformat.schema.values import loads
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ucformat.schema.manifest import SidecarDoc, TensorDoc
+    from ucformat.schema.manifest import SidecarDoc
     from ucformat.storage.base import Store
 
 __all__ = [
@@ -128,8 +129,32 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         IntegrityError: it does not match its digest, or cannot be parsed.
     """
     try:
-        head = _Head.model_validate_json(data)
+        manifest = Manifest.model_validate_json(data)
         if b"NaN" in data or b"Infinity" in data:  # pydantic accepts them as numbers, JSON does not
+            loads(data)
+    except ValidationError as error:
+        _check_head(data, where)
+        found = error.errors()
+        place = ".".join(map(str, found[0]["loc"]))
+        if all(is_of_unknown_kind(fault["type"], fault["loc"], fault["input"]) for fault in found):
+            reason = f"is of a kind that this ucformat {__version__} does not know: {str(found[0]['input'])[:100]!r}"
+            raise UpgradeNeeded(f"{where}: {place} {reason}") from None
+        raise IntegrityError(f"{where} is damaged: {place}: {found[0]['msg']}") from None
+    except ValueError as error:
+        raise IntegrityError(f"{where} is not a ucformat manifest: {error}") from None
+    if manifest.requires or own_digest(data) is None:
+        _check_head(data, where)
+    if unknown := {doc.dtype for doc in manifest.tensors} - set(ITEMSIZE):
+        reason = f"has tensors of the dtype {min(unknown)[:100]!r}, which this ucformat {__version__} does not know"
+        raise UpgradeNeeded(f"{where} {reason}")
+    return manifest
+
+
+def _check_head(data: bytes, where: str) -> None:
+    """Raise an error if this is no manifest, is damaged, or is of a later version."""
+    try:
+        head = _Head.model_validate_json(data)
+        if b"NaN" in data or b"Infinity" in data:
             loads(data)
     except ValidationError as error:
         raise IntegrityError(f"{where} is not a ucformat manifest: {error.errors()[0]['msg']}") from None
@@ -145,19 +170,6 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     if isinstance(head.requires, list) and head.requires:
         reason = f"requires {str(head.requires)[:200]}, which this ucformat {__version__} does not implement"
         raise UpgradeNeeded(f"{where} {reason}")
-    try:
-        manifest = Manifest.model_validate_json(data)
-    except ValidationError as error:
-        found = error.errors()
-        place = ".".join(map(str, found[0]["loc"]))
-        if all(is_of_unknown_kind(fault["type"], fault["loc"], fault["input"]) for fault in found):
-            reason = f"is of a kind that this ucformat {__version__} does not know: {str(found[0]['input'])[:100]!r}"
-            raise UpgradeNeeded(f"{where}: {place} {reason}") from None
-        raise IntegrityError(f"{where} is damaged: {place}: {found[0]['msg']}") from None
-    if unknown := {doc.dtype for doc in manifest.tensors} - set(ITEMSIZE):
-        reason = f"has tensors of the dtype {min(unknown)[:100]!r}, which this ucformat {__version__} does not know"
-        raise UpgradeNeeded(f"{where} {reason}")
-    return manifest
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
@@ -207,7 +219,15 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
     seen: set[tuple[str, str]] = set()
     for doc in manifest.tensors:
         key = doc.name, doc.state
-        reason = "the manifest lists it twice" if key in seen else _tensor(doc, manifest)
+        if key in seen:
+            reason: str | None = "the manifest lists it twice"
+        else:
+            reason = _tensor(
+                *(doc.shape, doc.dtype, doc.nbytes, doc.chunk, doc.shard),
+                is_array=doc.path is not None,
+                has_digest=doc.digest is not None,
+                has_sidecar=manifest.sidecar is not None,
+            )
         seen.add(key)
         if reason is not None:
             yield Problem(MANIFEST, reason, doc.name, doc.state)
@@ -222,26 +242,37 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
         yield from _sources(manifest.sidecar)
 
 
-def _tensor(doc: TensorDoc, manifest: Manifest) -> str | None:
-    if len(doc.shape) > _MAX_DIMS or max(doc.shape, default=0) > MAX_EDGE:
+@lru_cache(maxsize=1 << 12)  # a model has few distinct shapes
+def _tensor(
+    shape: tuple[int, ...],
+    dtype: str,
+    nbytes: int,
+    chunk: tuple[int, ...] | None,
+    shard: tuple[int, ...] | None,
+    *,
+    is_array: bool,
+    has_digest: bool,
+    has_sidecar: bool,
+) -> str | None:
+    """What is wrong with the fields of a tensor; None if nothing is."""
+    if len(shape) > _MAX_DIMS or max(shape, default=0) > MAX_EDGE:
         return "the manifest gives it an invalid shape"
-    nbytes = math.prod(doc.shape) * ITEMSIZE[doc.dtype]
-    if nbytes != doc.nbytes:
-        return f"the manifest gives it {doc.nbytes} bytes, but its shape has {nbytes}"
-    if doc.path is None:
-        return None if manifest.sidecar is not None else "the manifest gives it no path, and there is no sidecar"
-    if len(doc.shape) > MAX_DIMS:
-        return f"the manifest gives it an array of {len(doc.shape)} dims; it may have {MAX_DIMS}"
-    chunk, shard = doc.chunk, doc.shard
-    if chunk is None or shard is None or not len(doc.shape) == len(chunk) == len(shard):
+    expected = math.prod(shape) * ITEMSIZE[dtype]
+    if nbytes != expected:
+        return f"the manifest gives it {nbytes} bytes, but its shape has {expected}"
+    if not is_array:
+        return None if has_sidecar else "the manifest gives it no path, and there is no sidecar"
+    if len(shape) > MAX_DIMS:
+        return f"the manifest gives it an array of {len(shape)} dims; it may have {MAX_DIMS}"
+    if chunk is None or shard is None or not len(shape) == len(chunk) == len(shard):
         return "the manifest gives it an invalid chunk grid"
     if shard != chunk and any(s % c for s, c in zip(shard, chunk, strict=True)):
         return "the manifest gives it an invalid chunk grid"
-    if doc.digest is None:
+    if not has_digest:
         return "the manifest gives it no digest"
     if nbytes <= MAX_SHARDS:  # of at least a byte each
         return None
-    count = Grid(doc.shape, chunk, shard, ITEMSIZE[doc.dtype]).count
+    count = Grid(shape, chunk, shard, ITEMSIZE[dtype]).count
     return f"the manifest gives it an invalid number of shards ({count})" if count > MAX_SHARDS else None
 
 

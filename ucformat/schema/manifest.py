@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.schema.values import Finite, Instant, Number, Time, Values  # noqa: TC001 - pydantic reads them at run time  # noqa: TC001 - pydantic reads it at run time
+from ucformat.schema.values import Finite, Instant, Number, Time, Values  # noqa: TC001 - pydantic reads them
 
 __all__ = [
     "ATTEMPT",
