@@ -72,7 +72,7 @@ by x^(8D+31) and x^(8D-33) modulo the polynomial (Gopal et al., "Fast CRC Comput
 2009). The rest takes an instruction for eight bytes of CRC-32C, a table for the CRC-32 of zip files. */
 
 typedef struct {
-    uint32_t by256[2], by64[2], by48[2], by32[2], by16[2]; /* x^(8D+31), x^(8D-33) */
+    uint32_t by256[2], by128[2], by64[2], by48[2], by32[2], by16[2]; /* x^(8D+31), x^(8D-33) */
     uint32_t (*words)(uint32_t, const uint8_t *, size_t);
 } Polynomial;
 
@@ -94,10 +94,11 @@ static uint32_t zip_words(uint32_t crc, const uint8_t *p, size_t n) {
     return crc;
 }
 
-static const Polynomial castagnoli = {{0xdcb17aa4, 0xb9e02b86}, {0x740eef02, 0x9e4addf8}, {0x1c291d04, 0xddc0152b},
-                                      {0x3da6d0cb, 0xba4fc28e}, {0xf20c0dfe, 0x493c7d27}, castagnoli_words};
-static const Polynomial zip = {{0xce3371cb, 0xe95c1271}, {0x8f352d95, 0x1d9513d7}, {0x3db1ecdc, 0xaf449247},
-                               {0xf1da05aa, 0x81256527}, {0xae689191, 0xccaa009e}, zip_words};
+static const Polynomial castagnoli = {{0xdcb17aa4, 0xb9e02b86}, {0x6992cea2, 0x0d3b6092}, {0x740eef02, 0x9e4addf8},
+                                      {0x1c291d04, 0xddc0152b}, {0x3da6d0cb, 0xba4fc28e}, {0xf20c0dfe, 0x493c7d27},
+                                      castagnoli_words};
+static const Polynomial zip = {{0xce3371cb, 0xe95c1271}, {0x33fff533, 0x910eeec1}, {0x8f352d95, 0x1d9513d7},
+                               {0x3db1ecdc, 0xaf449247}, {0xf1da05aa, 0x81256527}, {0xae689191, 0xccaa009e}, zip_words};
 
 #define FACTORS(by) _mm_set_epi64x((by)[1], (by)[0])
 #define FOLD128(x, k, y) \
@@ -127,6 +128,31 @@ __attribute__((target("sse4.2,pclmul"))) static uint32_t crc_sse(
     x2 = FOLD128(x1, by16, x2);
     x3 = FOLD128(x2, by16, x3);
     return finish(of, x3, p, n);
+}
+
+#define FOLD256(x, k, y)                                                                                            \
+    _mm256_xor_si256(                                                                                               \
+        _mm256_xor_si256(_mm256_clmulepi64_epi128(x, k, 0x00), _mm256_clmulepi64_epi128(x, k, 0x11)), y)
+#define LOAD256(p) _mm256_loadu_si256((const __m256i *)(p))
+
+__attribute__((target("avx2,vpclmulqdq,sse4.2,pclmul"))) static uint32_t crc_avx2(
+    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n) {
+    if (n < 256) return crc_sse(of, crc, p, n);
+    const __m256i by128 = _mm256_broadcastsi128_si256(FACTORS(of->by128));
+    const __m256i by32 = _mm256_broadcastsi128_si256(FACTORS(of->by32));
+    __m256i x0 = _mm256_xor_si256(LOAD256(p), _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)crc)));
+    __m256i x1 = LOAD256(p + 32), x2 = LOAD256(p + 64), x3 = LOAD256(p + 96);
+    for (p += 128, n -= 128; n >= 128; p += 128, n -= 128) {
+        x0 = FOLD256(x0, by128, LOAD256(p));
+        x1 = FOLD256(x1, by128, LOAD256(p + 32));
+        x2 = FOLD256(x2, by128, LOAD256(p + 64));
+        x3 = FOLD256(x3, by128, LOAD256(p + 96));
+    }
+    x1 = FOLD256(x0, by32, x1);
+    x2 = FOLD256(x1, by32, x2);
+    x3 = FOLD256(x2, by32, x3);
+    __m128i a = _mm256_extracti128_si256(x3, 1);
+    return finish(of, FOLD128(_mm256_castsi256_si128(x3), FACTORS(of->by16), a), p, n);
 }
 
 #define FOLD512(x, k, y) \
@@ -269,6 +295,10 @@ static Py_ssize_t read_long(int fd, off_t offset, Targets *all, int check, int n
 
 static void stream_sse(char *to, const char *from, size_t n) {
     STREAM(for (int k = 0; k < 4; k++) _mm_stream_si128((__m128i *)to + k, _mm_loadu_si128((const __m128i *)from + k)))
+}
+
+__attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, size_t n) {
+    STREAM(for (int k = 0; k < 2; k++) _mm256_stream_si256((__m256i *)to + k, LOAD256((const __m256i *)from + k)))
 }
 
 __attribute__((target("avx512f"))) static void stream_avx512(char *to, const char *from, size_t n) {
@@ -571,9 +601,14 @@ static int ready(PyObject *module) {
         PyErr_SetString(PyExc_ImportError, "this processor has no instructions for CRCs");
         return -1;
     }
-    int wide = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq");
-    crc_bytes = wide ? crc_avx512 : crc_sse;
-    stream = wide ? stream_avx512 : stream_sse;
+    crc_bytes = crc_sse;
+    stream = stream_sse;
+    if (__builtin_cpu_supports("avx2")) stream = stream_avx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq")) crc_bytes = crc_avx2;
+    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq")) {
+        crc_bytes = crc_avx512;
+        stream = stream_avx512;
+    }
     for (uint32_t byte = 0; byte < 256; byte++) {
         uint32_t crc = byte;
         for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320 : 0);
