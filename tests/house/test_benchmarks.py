@@ -1,4 +1,4 @@
-"""The page of results: each section bears its own stamp, and no section comes from another machine."""
+"""The page of results: each section bears its own stamp, and is kept until it is measured anew."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 STAMP = re.compile(r"\n20\d\d-\d\d-\d\d, commit [0-9a-f]{10}( with changes)?; Python 3\..*\n\n(.* cores, .* GiB; .*)\n")
 
 
-def test_every_section_has_its_own_stamp_and_all_are_of_one_machine() -> None:
+def test_every_section_has_its_own_stamp() -> None:
     sections = run.before()
     assert sections
     assert set(sections) <= set(run.BENCHMARKS.values())
     stamps = {title: STAMP.search(text) for title, text in sections.items()}
     assert [title for title, stamp in stamps.items() if stamp is None] == []
-    assert len({stamp[2] for stamp in stamps.values() if stamp}) == 1
 
 
 def test_a_partial_run_stamps_only_its_own_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,8 +38,7 @@ def test_a_partial_run_stamps_only_its_own_section(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("sys.argv", ["run", "common"])
     run.main()
     found = run.before()
-    assert set(found) == {"A", "B"}  # C was measured elsewhere
-    assert found["A"] == old["A"]
+    assert {title: found[title] for title in "AC"} == {title: old[title] for title in "AC"}  # C was measured elsewhere
     assert f"commit {'f' * 10}" in found["B"]
     assert here in found["B"]
 
