@@ -1,4 +1,4 @@
-/* Loops that Python cannot run at memory speed: scattered reads, CRC-32C and CRC-32 of strided memory, and writes.
+/* Loops that Python cannot run at memory speed: scattered reads, CRC-32C and CRC-32 of strided memory, copies, writes.
 
 A buffer here is anything with the buffer protocol whose last dim is contiguous; its bytes are taken row by row, in C
 order. All functions release the GIL. `storage/strided.py` has the same functions in Python, for platforms that this
@@ -307,6 +307,7 @@ __attribute__((target("avx512f"))) static void stream_avx512(char *to, const cha
 
 static void (*stream)(char *, const char *, size_t);
 
+#define FETCHED 4 /* rows that are fetched in advance before they are copied */
 #define AHEAD 8 /* rows whose first and last lines are fetched in advance */
 #define COPY_ROWS(copy)                                                                         \
     for (; count; count--, to += step, from += run) {                                           \
@@ -586,7 +587,55 @@ end:
     return result;
 }
 
+/* Copies rows to rows of another length. Short rows of the source are fetched in advance: each may be on another page. */
+static void copy_all(Rows *to, Rows *from) {
+    Py_ssize_t used = 0, taken = 0, ahead = 0;
+    if (from->dims && from->run < SHORT_ROW) ahead = FETCHED * from->strides[from->dims - 1];
+    while (to->left && from->left) {
+        Py_ssize_t n = to->run - used < from->run - taken ? to->run - used : from->run - taken;
+        const char *source = from->row + taken;
+        for (Py_ssize_t k = 0; ahead && k < n; k += 64) __builtin_prefetch((char *)((uintptr_t)source + (uintptr_t)(ahead + k)));
+        memcpy(to->row + used, source, (size_t)n);
+        used += n;
+        taken += n;
+        if (used == to->run) {
+            used = 0;
+            next_row(to);
+        }
+        if (taken == from->run) {
+            taken = 0;
+            next_row(from);
+        }
+    }
+}
+
+static PyObject *copy(PyObject *module, PyObject *args) {
+    PyObject *given[2], *result = NULL;
+    Py_buffer views[2];
+    Rows *rows = NULL;
+    int open = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OO", &given[0], &given[1])) return NULL;
+    for (; open < 2; open++)
+        if (PyObject_GetBuffer(given[open], &views[open], PyBUF_STRIDES | (open ? 0 : PyBUF_WRITABLE))) goto end;
+    if (!(rows = PyMem_Malloc(2 * sizeof(Rows)))) {
+        PyErr_NoMemory();
+    } else if (views[0].len != views[1].len) {
+        PyErr_SetString(PyExc_ValueError, "the buffers have different sizes");
+    } else if (!rows_of(&views[0], &rows[0]) && !rows_of(&views[1], &rows[1])) {
+        Py_BEGIN_ALLOW_THREADS
+        copy_all(&rows[0], &rows[1]);
+        Py_END_ALLOW_THREADS
+        result = Py_NewRef(Py_None);
+    }
+end:
+    PyMem_Free(rows);
+    while (open) PyBuffer_Release(&views[--open]);
+    return result;
+}
+
 static PyMethodDef methods[] = {
+    {"copy", copy, METH_VARARGS, "copy(target, source): copy the bytes of a buffer into another one of as many bytes."},
     {"crc32c", crc32c, METH_VARARGS, "crc32c(buffer, value=0): the CRC-32C of a buffer, continued from `value`."},
     {"crc32", crc32, METH_VARARGS, "crc32(buffer, value=0): the CRC-32 of a buffer, as in zip files, continued from `value`."},
     {"fill", fill, METH_VARARGS, "fill(buffers, data, crcs=None): copy bytes into buffers, past the cache, and continue a CRC-32C with each."},

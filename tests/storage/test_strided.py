@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import resource
 import threading
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -274,3 +276,33 @@ def test_threads_read_at_once(tmp_path: Path) -> None:
     for t in threads:
         t.join()
     assert memory.tobytes() == data
+
+
+@pytest.mark.parametrize("native", WAYS)
+@given(data=st.data())
+def test_a_copy_has_the_elements_of_its_source(native: bool, data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=4)))
+    dtype = data.draw(st.sampled_from(["u1", "<u2", "<u8", "V16"]))
+    target, source = (strided_array(data, shape, dtype) for _ in range(2))
+    source[...] = np.frombuffer(np.random.default_rng(0).bytes(source.nbytes), dtype).reshape(shape)
+    expected = source.tobytes()
+    with mock.patch.object(strided, "NATIVE", native):
+        strided.copy(target, source)
+    assert target.tobytes() == source.tobytes() == expected
+
+
+def strided_array(data: st.DataObject, shape: tuple[int, ...], dtype: str) -> NDArray[np.generic]:
+    """An array of any strides, at any address."""
+    order = data.draw(st.permutations(range(len(shape))))
+    steps = data.draw(st.tuples(*(st.sampled_from([1, 1, 2]) for _ in shape)))
+    outer = [shape[d] * steps[d] for d in order]
+    memory = bytearray(1 + math.prod(outer) * np.dtype(dtype).itemsize)
+    index: tuple[Any, ...] = (..., *(slice(None, None, steps[d]) for d in order))
+    array: NDArray[np.generic] = np.ndarray(outer, dtype, memory, 1)[index]
+    return array.transpose(np.argsort(order)) if shape else array
+
+
+@pytest.mark.parametrize("native", WAYS)
+def test_a_copy_to_an_array_of_another_size_is_refused(native: bool) -> None:
+    with mock.patch.object(strided, "NATIVE", native), pytest.raises(ValueError, match=r"size|shape"):
+        strided.copy(np.zeros((2, 3), np.uint8), np.zeros((3, 3), np.uint8))

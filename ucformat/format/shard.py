@@ -15,7 +15,7 @@ from ucformat.format.digest import leaf
 from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
-from ucformat.storage.strided import checksum
+from ucformat.storage.strided import checksum, copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def write_shard(
     key: str,
     grid: Grid,
     shard: tuple[int, ...],
-    fill: Callable[[Piece, NDArray[np.uint8]], None],
+    fill: Callable[[Piece, NDArray[np.uint8]], NDArray[np.generic] | None],
 ) -> bytes:
     """Write a shard's file from beginning to end, with at most two bands in memory.
 
@@ -75,7 +75,8 @@ def write_shard(
         key: the file's key.
         grid: the array's grid.
         shard: the shard's coordinates.
-        fill: copies the elements of a piece into a buffer of uint8.
+        fill: copies the elements of a piece into a buffer of uint8, or returns them as an array whose last dim is
+            contiguous; that only if the piece fills the buffer.
 
     Returns:
         The digests of the chunks in C order, concatenated.
@@ -87,7 +88,8 @@ def write_shard(
             raw = _memory("gathered", count * grid.chunk_nbytes)
             if piece.box.size * grid.itemsize < raw.nbytes:
                 raw[:] = 0
-            fill(piece, raw)
+            if (held := fill(piece, raw)) is not None:
+                raw = held.view(np.uint8)
             data, found = _encode(grid, counts, raw, _memory("encoded", count * (grid.chunk_nbytes + 4)))
             leaves += found
             out.write(data)
@@ -115,11 +117,10 @@ def _encode(
     count = math.prod(counts)
     chunk = (*grid.chunk[:-1], grid.chunk[-1] * grid.itemsize) if grid.chunk else (grid.itemsize,)
     counts = counts or (1,)
-    n = len(counts)
-    by_chunk = raw.reshape([x for pair in zip(counts, chunk, strict=True) for x in pair])
-    by_chunk = by_chunk.transpose([*range(0, 2 * n, 2), *range(1, 2 * n, 2)])
-    strides = (*row_major(counts, pitch), *row_major(chunk))
-    np.ndarray((*counts, *chunk), np.uint8, out, 0, strides)[...] = by_chunk
+    # Rows of chunks may be short: in the order of the band, that of its memory, they are copied twice as fast.
+    shape = [x for pair in zip(counts, chunk, strict=True) for x in pair]
+    strides = [x for pair in zip(row_major(counts, pitch), row_major(chunk), strict=True) for x in pair]
+    copy(np.ndarray(shape, np.uint8, out, 0, strides), raw.reshape(shape))
     view, leaves = out.data, []
     for begin in range(0, count * pitch, pitch):
         body = view[begin : begin + nbytes]

@@ -12,6 +12,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 try:
+    from ucformat._native import copy as _native_copy
     from ucformat._native import crc32 as _native_crc32
     from ucformat._native import crc32c as _native_crc32c
     from ucformat._native import fill as _native_fill
@@ -25,12 +26,16 @@ except ImportError:
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ucformat.storage.base import Bytes, Checksums
 
 __all__ = [
     "NATIVE",
     "SHORT_ROW",
     "checksum",
+    "copy",
     "crc32",
     "extend",
     "fill",
@@ -87,6 +92,22 @@ def fill(buffers: Sequence[memoryview], data: memoryview, crcs: Checksums | None
             np.copyto(to, np.frombuffer(data, np.uint8, to.size).reshape(to.shape))  # releases the GIL
             data = data[to.size :]
     extend(crcs, buffers)
+
+
+def copy(target: NDArray[np.generic], source: NDArray[np.generic]) -> None:
+    """Copy an array in C order, row by row if the last dims of both are contiguous.
+
+    NumPy visits the elements in the order of the target. Where rows are short, that of the source is faster: the caller
+    chooses it by the order of the dims.
+
+    Args:
+        target: the array to copy to, which does not overlap the source.
+        source: an array of the same shape and dtype.
+    """
+    if NATIVE and all(a.ndim and (a.strides[-1] == a.itemsize or a.shape[-1] == 1) for a in (target, source)):
+        _native_copy(target.data, source.data)
+    else:
+        target[...] = source
 
 
 def extend(crcs: Checksums | None, buffers: Sequence[memoryview]) -> None:

@@ -15,11 +15,11 @@ import numpy as np
 from ucformat.format.arrays import shard_key
 from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.format.extents import ALIGNMENT
-from ucformat.format.shard import write_shard
+from ucformat.format.shard import BAND_BYTES, write_shard
 from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
 from ucformat.geometry.box import row_major
 from ucformat.reading.execute import place_checksum
-from ucformat.storage.strided import checksum
+from ucformat.storage.strided import checksum, copy
 from ucformat.storage.upload import unit_for
 from ucformat.torch.state.elements import (
     SharedMemory,
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 __all__ = ["Leaves", "packed_file", "sidecar_of", "write_packed", "write_shards"]
 
 
+_DIRECT = 256 << 10  # bytes of a tile that is written from where it is; smaller ones are copied to be written together
+
+
 def packed_file(folder: str, rank: int) -> str:
     """Return the key of a rank's file in the packed form.
 
@@ -62,7 +65,7 @@ def write_packed(
 ) -> None:
     """Write boxes of tensors to a file of the packed form.
 
-    Tiles that are row-major in memory are written without a copy; other tiles are copied one at a time.
+    Large tiles that are row-major in memory are written without a copy; others are copied, as many as fit in 4 MiB.
 
     Args:
         store: where the file is created.
@@ -72,30 +75,40 @@ def write_packed(
     """
     tilings = [Tiling.of(info.shape, info.itemsize) for info, _, _ in parts]
     total = sum(tiling.nbytes(box) + ALIGNMENT for (_, box, _), tiling in zip(parts, tilings, strict=True))
-    copied = np.empty(0, np.uint8)
-    end = 0
+    band = np.empty(min(total, BAND_BYTES), np.uint8)  # of tiles that are copied, and written at once
+    end = used = 0
     with store.create(key, unit_for(total)) as out:
+
+        def room_for(nbytes: int) -> NDArray[np.uint8]:
+            nonlocal band, end, used
+            if used + nbytes > band.size:
+                out.write(band[:used].data)
+                used = 0
+                if nbytes > band.size:
+                    band = np.empty(nbytes, np.uint8)
+            end += nbytes
+            used += nbytes
+            return band[used - nbytes : used]
+
         for (info, of, elements), tiling in zip(parts, tilings, strict=True):
-            if gap := -end % ALIGNMENT:
-                out.write(bytes(gap))
-                end += gap
+            room_for(-end % ALIGNMENT)[:] = 0
             for box in tiling.boxes(of):
                 nbytes = box.size * info.itemsize
                 place = place_checksum(key, end)
                 tile = elements_within(elements, of, box)
-                if tile.flags.c_contiguous:
+                if tile.flags.c_contiguous and nbytes >= _DIRECT:
                     data = row_major_bytes(tile)
+                    out.write(band[:used].data)
                     out.write(data.data)
-                    out.write(checksum(data.data, place).to_bytes(CHECKSUM_BYTES, "little"))
+                    used, end = 0, end + nbytes
+                    stored = room_for(CHECKSUM_BYTES)
                 else:
-                    if copied.size < nbytes + CHECKSUM_BYTES:
-                        copied = np.empty(nbytes + CHECKSUM_BYTES, np.uint8)
-                    data, stored = copied[:nbytes], copied[nbytes : nbytes + CHECKSUM_BYTES]
-                    np.ndarray(tile.shape, tile.dtype, data)[...] = tile
-                    stored.data[:] = checksum(data.data, place).to_bytes(CHECKSUM_BYTES, "little")
-                    out.write(copied[: nbytes + CHECKSUM_BYTES].data)
-                end += nbytes + CHECKSUM_BYTES
+                    room = room_for(nbytes + CHECKSUM_BYTES)
+                    data, stored = room[:nbytes], room[nbytes:]
+                    copy(np.ndarray(tile.shape, tile.dtype, data), tile)
+                stored.data[:] = checksum(data.data, place).to_bytes(CHECKSUM_BYTES, "little")
                 progress(nbytes)
+        out.write(band[:used].data)
 
 
 def sidecar_of(
@@ -285,10 +298,15 @@ def _write(
         elements(f) if f.sender == rank else dense_elements(f.box.shape, received[f], itemsize) for f in shard.fragments
     ]
 
-    def fill(piece: Piece, raw: NDArray[np.uint8]) -> None:
+    def fill(piece: Piece, raw: NDArray[np.uint8]) -> Elements | None:
+        progress(piece.box.size * itemsize)
+        if piece.box.size * itemsize == raw.nbytes:  # no chunk exceeds the tensor
+            for f, part in zip(shard.fragments, parts, strict=True):
+                if f.box.contains(piece.box) and part.ndim and part.strides[-1] == itemsize:
+                    return elements_within(part, f.box, piece.box)
         target = elements_of(piece, raw, itemsize)
         for f, part in zip(shard.fragments, parts, strict=True):
             copy_common(part, f.box, target, piece.box)
-        progress(piece.box.size * itemsize)
+        return None
 
     return write_shard(store, shard_key(array.path, shard.at), array.grid, shard.at, fill)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ucformat.geometry.box import Box
+from ucformat.storage.strided import copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -140,7 +141,7 @@ def copy_common(source: Elements, source_box: Box, target: Elements, target_box:
     """
     common = source_box.intersect(target_box)
     if common is not None:
-        elements_within(target, target_box, common)[...] = elements_within(source, source_box, common)
+        copy(elements_within(target, target_box, common), elements_within(source, source_box, common))
 
 
 def blocks_of(box: Box, itemsize: int, most: int = BLOCK_BYTES) -> Sequence[Box]:
