@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.sources.torch_files import call, glob, integer, pickled, storage, tensor, text, tuple_of
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
@@ -334,7 +335,7 @@ def test_many_keys_of_one_hash_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert load(pickle.dumps(dict.fromkeys(keys), 2)) == dict.fromkeys(keys)
     many = [tuple(int(d) * sys.hash_info.modulus for d in np.base_repr(i, 4).zfill(6)) for i in range(3000)]
     assert len({hash(k) for k in many}) == 1
-    with pytest.raises(UnsafeError, match="neither text nor small numbers"):
+    with pytest.raises(UnsafeError, match="neither text, objects nor small numbers"):
         load(pickle.dumps(dict.fromkeys(many), 4))
 
 
@@ -344,6 +345,8 @@ def test_keys_of_checkpoints_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for keys in (range(20_000), map(str, range(20_000))):
         value = dict.fromkeys(keys)
         assert load(pickle.dumps(value, 2)) == value
+    chunks = {MetadataIndex(str(i)): None for i in range(20_000)}  # as in the metadata of PyTorch DCP
+    assert [key.get("fqn") for key in load(pickle.dumps(chunks, 2))] == [key.fqn for key in chunks]
 
 
 def test_where_memory_ends_the_file_is_not_called_damaged() -> None:

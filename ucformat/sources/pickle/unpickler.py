@@ -158,15 +158,18 @@ class _Machine:
     def count_collisions(self, keys: Iterable[Any], held: int) -> None:
         """Limit keys that may all have the same hash: then each is compared with all `held` ones before it.
 
-        Python hashes text with a secret of the process, and small non-negative integers do not collide; all other keys
-        in a file can be chosen such that they do.
+        Python hashes text with a secret of the process, objects by their address, and small non-negative integers do
+        not collide; all other keys in a file can be chosen such that they do.
         """
         for n, key in enumerate(keys, held):
-            if type(key) is not str and (type(key) is not int or not 0 <= key <= 2 * n + _MAX_SMALL):
+            kind = type(key)
+            if kind is str or kind.__hash__ is object.__hash__:
+                continue
+            if kind is not int or not 0 <= key <= 2 * n + _MAX_SMALL:
                 self.collisions -= n
         if self.collisions < 0:
             raise UnsafeError(
-                "its pickle has more keys that are neither text nor small numbers than any checkpoint needs"
+                "its pickle has more keys that are neither text, objects nor small numbers than any checkpoint needs"
             )
 
     def reduce(self) -> None:
