@@ -338,7 +338,7 @@ def _save_behind(watch: Watch, *places: str) -> None:
 
     for place in (*places, watch.new()):
         watch.act(lambda place=place: async_save({"w": torch.zeros(4)}, place, run="r", step=1).wait())  # type: ignore[misc]
-    (mine,) = background._writers.values()
+    (mine,) = background.writers.values()
     process = Path(f"/proc/{mine._process.pid}")
     watch.texts.append((process / "cmdline").read_text())
     own = {os.fsencode(f"{name}={value}") for name, value in os.environ.items()}

@@ -31,7 +31,7 @@ PIPES = {"Connection", "wait", "recv_handle", "send_handle"}
 #: What opens a port, and who may.
 PORTS = {"create_server", "bind", "listen", "TCPStore", "start_server", "HTTPServer", "make_server"}
 NETWORK = {"socket", "socketserver", "asyncio", "http.server", "wsgiref.simple_server", "torch.distributed"}
-LISTENS = {"torch/comm/handshake.py": {"create_server"}}
+LISTENS = {"torch/comm/tree.py": {"create_server"}}
 
 
 def names(tree: ast.AST) -> dict[str, str]:

@@ -15,6 +15,7 @@ from tests.torch.faults_program import error_of, sharded
 from ucformat.torch import PerRank, Rng, load, save
 from ucformat.torch.comm import links
 from ucformat.torch.comm.group import Group, group_of
+from ucformat.torch.comm.links import Links
 from ucformat.torch.state.elements import SharedRange, write_shared
 
 MIB = 1 << 20
@@ -24,15 +25,15 @@ class Sent:
     """Counts the bytes that this rank sends in our groups: of plans, of tensors, and those that it writes to others."""
 
     def __init__(self) -> None:
-        self.plain: Any = Group.send, Group.send_bulk, write_shared
+        self.plain: Any = Links.send, Group.send_bulk, write_shared
         self.bytes: Counter[str] = Counter()
 
     def __enter__(self) -> Counter[str]:
         counts, (plain, plain_bulk, plain_write) = self.bytes, self.plain
 
-        def send(group: Group, data: Any, to: int) -> None:
-            counts["plans"] += data.size
-            plain(group, data, to)
+        def send(self: Links, other: int, tag: int, parts: Any) -> None:
+            counts["plans"] += sum(map(len, parts))
+            plain(self, other, tag, parts)
 
         def send_bulk(group: Group, parts: Any, to: int) -> None:
             counts["tensors"] += sum(part.size for part in parts)
@@ -43,12 +44,12 @@ class Sent:
             counts["shared"] += target.nbytes * done
             return done
 
-        Group.send, Group.send_bulk = send, send_bulk  # type: ignore[method-assign, assignment]
+        Links.send, Group.send_bulk = send, send_bulk  # type: ignore[method-assign, assignment]
         links.write_shared = write  # type: ignore[attr-defined]
         return counts
 
     def __exit__(self, *_: object) -> None:
-        Group.send, Group.send_bulk, links.write_shared = self.plain  # type: ignore[method-assign, attr-defined]
+        Links.send, Group.send_bulk, links.write_shared = self.plain  # type: ignore[method-assign, attr-defined]
 
 
 def many(seed: float, count: int = 100) -> dict[str, torch.Tensor]:

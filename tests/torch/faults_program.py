@@ -262,24 +262,24 @@ def async_life(folder: Path) -> Any:
     out["unseen"] = seen
 
     # a writer that idles dies: nobody loses anything
-    (mine,) = background._writers.values() or [None]
+    (mine,) = background.writers.values() or [None]
     assert mine is None
     begin("before", 10).wait(PATIENCE)
-    (mine,) = background._writers.values()
+    (mine,) = background.writers.values()
     if rank == 1:
         os.kill(mine._process.pid, signal.SIGKILL)
         mine._process.wait()
     out["idle"] = begin("idle", 11).wait(PATIENCE).id
 
     # a rank that cannot stage tells all
-    (mine,) = background._writers.values()
+    (mine,) = background.writers.values()
     if rank == 1:
         mine._pool.shutdown()
     with error_of() as seen:
         begin("unstaged", 12).wait(PATIENCE)
     out["unstaged"] = seen
     mapped = [p for p in Path("/proc/self/fd").iterdir() if "ucformat-stage" in os.path.realpath(p)]
-    (mine,) = background._writers.values()
+    (mine,) = background.writers.values()
     out["buffers"] = (len(mapped), 2 * len(mine._buffers))  # its descriptor, and that of the mapping
     return out
 

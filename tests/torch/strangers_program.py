@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ucformat.torch.comm.group import group_of
 
 _HELLO = struct.Struct("<8sIIB32s")
 _LISTENS = "0A"
+_TIMES = 12  # enough that strangers have all places
 _LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
@@ -70,12 +72,16 @@ def attacked(folder: Path) -> Any:
     strangers = []
     wide: list[tuple[str, int]] = []
     called = 0
+    times: Counter[int] = Counter()
 
     def call() -> bool:
         nonlocal called
         for address, port in {*ports("self"), *ports(writer)} - set(before):
             if address not in _LOOPBACK:
                 wide.append((address, port))
+            times[port] += 1
+            if times[port] > _TIMES:
+                continue
             for said in said_by_strangers(folder):
                 with suppress(OSError):
                     stranger = socket.create_connection(("127.0.0.1", port), 5)

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from tests.patience import PATIENCE
 from ucformat.errors import Conflict, UcformatError
-from ucformat.torch.comm import links
-from ucformat.torch.comm.group import Group, connect_by_store, group_of, single_process_group
+from ucformat.torch.comm import connections, links
+from ucformat.torch.comm.group import Group, group_of, single_process_group
+from ucformat.torch.comm.tree import connect_by_store
 from ucformat.torch.state.elements import SharedMemory, write_shared
 
 if TYPE_CHECKING:
@@ -81,13 +82,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     monkeypatch.setattr(links, "write_shared", write)
     if request.param == "another host":
-        true_peer = links._Line.__init__
+        true_peer = connections.Line.__init__
 
         def elsewhere(line: Any, peer: Any) -> None:
             true_peer(line, peer)
             line.here = False
 
-        monkeypatch.setattr(links._Line, "__init__", elsewhere)
+        monkeypatch.setattr(connections.Line, "__init__", elsewhere)
     yield request.param
     assert set(written) == {"shared memory": {True}, "another host": set()}.get(request.param, {False})
 

@@ -7,23 +7,19 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 import ucformat
 import ucformat.torch
-from tests.patience import PATIENCE
 from tests.torch.running import torchrun
 from tests.torch.runs import fill, folders, manager_of, names, restored, state_at
 from ucformat.errors import Conflict, UcformatError, UsageError
 from ucformat.torch import Manager, Saved, SaveHandle
 from ucformat.torch.manager import manager as module
-from ucformat.torch.manager.signals import any_rank_bits
 
 # --- when
 
@@ -260,36 +256,6 @@ def test_the_error_of_the_program_is_not_hidden(tmp_path: Path, caplog: pytest.L
 
 
 # --- on several ranks
-
-
-class Wired:
-    """A group of threads that hand each other bytes."""
-
-    def __init__(self, rank: int, size: int, wires: dict[tuple[int, int], SimpleQueue[bytes]]) -> None:
-        self.rank, self.size, self._wires = rank, size, wires
-
-    def send(self, data: Any, to: int) -> None:
-        self._wires[self.rank, to].put(data.tobytes())
-
-    def receive(self, out: Any, source: int) -> None:
-        out[:] = list(self._wires[source, self.rank].get(timeout=PATIENCE))
-
-    def receive_all(self, buffers: dict[int, Any]) -> None:
-        for source, out in buffers.items():
-            self.receive(out, source)
-
-
-@pytest.mark.parametrize("size", [1, 2, 9, 10, 75])
-def test_any_number_of_ranks_tell_each_other(size: int) -> None:
-    wires: dict[tuple[int, int], SimpleQueue[bytes]] = {(a, b): SimpleQueue() for a in range(size) for b in range(size)}
-    with ThreadPoolExecutor(size) as pool:
-        for who in {0, size // 2, size - 1}:
-
-            def bits(rank: int, who: int = who) -> int:
-                return 4 * (rank == who) | (rank == 0)
-
-            groups: list[Any] = [Wired(r, size, wires) for r in range(size)]
-            assert list(pool.map(any_rank_bits, groups, map(bits, range(size)))) == [5] * size
 
 
 def test_two_ranks_agree(tmp_path: Path) -> None:

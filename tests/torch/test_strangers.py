@@ -6,8 +6,10 @@ import pickle
 import secrets
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,15 +17,17 @@ import pytest
 import torch.distributed as dist
 
 import ucformat
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 from tests.torch.attack import Attack
 from tests.torch.ranks import Ranks
 from tests.torch.strangers_program import said_by_strangers
 from ucformat.errors import IntegrityError, UcformatError
-from ucformat.torch.comm import group, handshake
-from ucformat.torch.comm.group import Group, connect_by_store
-from ucformat.torch.comm.handshake import Host, connect, host_here, listen
+from ucformat.torch.comm import handshake, tree
+from ucformat.torch.comm.connections import Node
+from ucformat.torch.comm.group import Group
+from ucformat.torch.comm.handshake import ask, connect, send_alarm
 from ucformat.torch.comm.links import Links
+from ucformat.torch.comm.tree import Host, connect_by_store, host_here, listen
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,21 +39,36 @@ def at_loopback(count: int) -> list[socket.socket]:
     return [listen([Host("here", "")] * count, 0) for _ in range(count)]
 
 
-def connect_all(listeners: list[socket.socket]) -> list[Any]:
-    """What each rank's `connect` gives."""
-    ends = [listener.getsockname() for listener in listeners]
-    with ThreadPoolExecutor(len(ends)) as pool:
-        return list(pool.map(lambda rank: connect(listeners[rank], rank, ends, SECRET, PATIENCE), range(len(ends))))
+def member(listener: socket.socket, rank: int, size: int, timeout: float = PATIENCE) -> Links:
+    """One rank of a group in which all others are children of rank 0."""
+    place = Node(rank, size, 0 if rank else -1, () if rank else tuple(range(1, size)))
+    return Links(place, timeout, listener, SECRET)
 
 
-def talk(found: list[Any]) -> None:
-    """Every two of the ranks exchange messages; all connections end then."""
-    groups = [Group(Links(p, rank, len(found), PATIENCE)) for rank, p in enumerate(found)]
+def connect_all(listeners: list[socket.socket]) -> list[Links]:
+    """The connections of each rank."""
+    meeting = listeners[0].getsockname()
+    found = [member(listener, rank, len(listeners)) for rank, listener in enumerate(listeners)]
+    with ThreadPoolExecutor(len(found)) as pool:
+        list(pool.map(lambda one: one.join(meeting), found))
+    return found
+
+
+def talk(found: list[Links]) -> None:
+    """All ranks exchange messages, also those that are not connected yet; all connections end then."""
+    groups = [Group(one) for one in found]
     with ThreadPoolExecutor(len(groups)) as pool:
         everybody = list(pool.map(lambda g: g.all_gather(g.rank, int), groups))
-    assert everybody == [list(range(len(found)))] * len(found)
+        assert everybody == [list(range(len(found)))] * len(found)
+        list(pool.map(lambda g: g.send(np.ones(1, np.uint8), (g.rank + 1) % g.size), groups))
+        list(pool.map(lambda g: g.receive(np.zeros(1, np.uint8), (g.rank - 1) % g.size), groups))
     for one in groups:
         one.end()
+
+
+def call(place: Any, *, rank: int = 1, secret: bytes = SECRET, seconds: float = PATIENCE) -> socket.socket | None:
+    """Connect to rank 0."""
+    return connect(place, rank, 0, secret, time.monotonic() + seconds, lambda: None)
 
 
 def test_strangers_who_come_first_change_nothing(tmp_path: Path) -> None:
@@ -66,51 +85,71 @@ def test_strangers_who_come_first_change_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_nobody_listens_when_all_have_come() -> None:
-    listeners = at_loopback(2)
+def test_strangers_who_come_later_change_nothing(tmp_path: Path) -> None:
+    """Each rank listens as long as its group lives, and then no more."""
+    listeners = at_loopback(3)
     places = [listener.getsockname() for listener in listeners]
     found = connect_all(listeners)
-    for place in places:
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(place)
-    talk(found)
+    with ExitStack() as stack:
+        for place in places:
+            for said in said_by_strangers(tmp_path):
+                stranger = stack.enter_context(socket.create_connection(place))
+                stranger.sendall(said)
+        talk(found)
+        for place in places:
+            wait_until(partial(refused, place))
+    assert not (tmp_path / "ran").exists()
+
+
+def refused(place: Any) -> bool:
+    try:
+        socket.create_connection(place).close()
+    except ConnectionError:
+        return True
+    return False
 
 
 def test_more_strangers_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "_MAX_HANDSHAKES", 2)
     monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.05)
     listeners = at_loopback(2)
-    ends = [listener.getsockname() for listener in listeners]
+    meeting = listeners[0].getsockname()
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        strangers = [stack.enter_context(socket.create_connection(ends[0])) for _ in range(12)]
-        calls = [pool.submit(connect, listeners[0], 0, ends, SECRET, PATIENCE)]
+        strangers = [stack.enter_context(socket.create_connection(meeting)) for _ in range(12)]
+        first = member(listeners[0], 0, 2)
+        calls = [pool.submit(first.join, None)]
         assert [s.recv(1) for s in strangers] == [b""] * 12  # one after another is sent away
-        calls += [pool.submit(connect, listeners[1], 1, ends, SECRET, PATIENCE)]
-        talk([c.result() for c in calls])
+        second = member(listeners[1], 1, 2)
+        calls += [pool.submit(second.join, meeting)]
+        for one in calls:
+            one.result()
+        talk([first, second])
 
 
 def test_who_does_not_know_the_secret_is_not_let_in() -> None:
     listeners = at_loopback(2)
-    ends = [listener.getsockname() for listener in listeners]
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(connect, listeners[0], 0, ends, SECRET, PATIENCE)
+    found = [member(listener, rank, 2) for rank, listener in enumerate(listeners)]
+    meeting = listeners[0].getsockname()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(found[0].join, None)
         with pytest.raises(UcformatError, match=r"rank 0 died or is unreachable: .* does not know this job's secret"):
-            connect(at_loopback(1)[0], 1, ends, bytes(32), PATIENCE)
-        second = connect(listeners[1], 1, ends, SECRET, PATIENCE)
-        talk([first.result(), second])
+            call(meeting, secret=bytes(32))
+        found[1].join(meeting)
+        first.result()
+    talk(found)
 
 
 def test_who_does_not_come_is_named() -> None:
-    listeners = at_loopback(3)
-    ends = [listener.getsockname() for listener in listeners]
     with pytest.raises(
         UcformatError, match=r"rank 1 did not connect to rank 0 within 0\.1 s, nor did 1 other ranks"
     ) as caught:
-        connect(listeners[0], 0, ends, SECRET, 0.1)
+        member(at_loopback(1)[0], 0, 3, 0.1).join(None)
     assert "MASTER_ADDR" in str(caught.value.hint)
+    gone = at_loopback(1)[0]
+    place = gone.getsockname()
+    gone.close()
     with pytest.raises(UcformatError, match=r"rank 1 could not connect to it at 127\.0\.0\.1:\d+ \(.*refused"):
-        connect(listeners[1], 1, ends, SECRET, PATIENCE)
-    listeners[2].close()
+        call(place)
 
 
 def test_who_is_never_let_in_gives_up() -> None:
@@ -127,7 +166,7 @@ def test_who_is_never_let_in_gives_up() -> None:
         pool.submit(hang_up)
         try:
             with pytest.raises(UcformatError, match=r"could not connect .*did not accept this rank"):
-                connect(at_loopback(1)[0], 1, [place, place], SECRET, 0.3)
+                call(place, seconds=0.3)
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             listener.close()
@@ -145,11 +184,14 @@ def test_who_took_too_long_calls_again(when: str) -> None:
             if when == "after the proof":
                 caller.sendall(bytes(32) + handshake._proof(SECRET, b"called", hello + bytes(32)))
                 caller.recv(32)
-        return connect(listener, 0, [place, place], SECRET, PATIENCE)
+        first = member(listener, 0, 2)
+        first.join(None)
+        return first
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(serve)
-        second = connect(at_loopback(1)[0], 1, [place, place], SECRET, PATIENCE)
+        second = member(at_loopback(1)[0], 1, 2)
+        second.join(place)
         talk([first.result(), second])
 
 
@@ -158,55 +200,68 @@ def test_a_handshake_that_was_overheard_lets_nobody_in() -> None:
     listeners = at_loopback(2)
     between = socket.create_server(("127.0.0.1", 0))
     heard: list[bytearray] = []
-    ends = [listener.getsockname() for listener in listeners]
+    meeting = listeners[0].getsockname()
 
     def pass_on() -> None:
-        for _ in range(2):
-            caller = between.accept()[0]
-            called = socket.create_connection(ends[0])
-            noted = bytearray()
-            heard.append(noted)
-            for source, target, size in (
-                (caller, called, 49),
-                (called, caller, 64),
-                (caller, called, 32),
-                (called, caller, 1),
-            ):
-                said = b""
-                while len(said) < size:
-                    said += source.recv(size - len(said))
-                target.sendall(said)
-                if source is caller:
-                    noted += said
-            sockets.extend([caller, called])
+        caller = between.accept()[0]
+        called = socket.create_connection(meeting)
+        noted = bytearray()
+        heard.append(noted)
+        for source, target, size in (
+            (caller, called, 49),
+            (called, caller, 64),
+            (caller, called, 32),
+            (called, caller, 1),
+        ):
+            said = b""
+            while len(said) < size:
+                said += source.recv(size - len(said))
+            target.sendall(said)
+            if source is caller:
+                noted += said
+        sockets.extend([caller, called])
 
     sockets: list[socket.socket] = []
     relay = threading.Thread(target=pass_on)
     relay.start()
-    with ThreadPoolExecutor(2) as pool:
-        calls = [
-            pool.submit(connect, listeners[0], 0, ends, SECRET, PATIENCE),
-            pool.submit(connect, listeners[1], 1, [between.getsockname(), ends[1]], SECRET, PATIENCE),
-        ]
-        found = [c.result() for c in calls]
-    relay.join()
-    for peer in [p for of_rank in found for p in of_rank.values()]:
-        peer.line.close()
-        peer.bell.close()
+    found = [member(listener, rank, 2) for rank, listener in enumerate(listeners)]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(found[0].join, None)
+        line = call(between.getsockname())
+        assert line is not None
+        relay.join()
+        for one in (line, *sockets):
+            one.close()
+        with pytest.raises(UcformatError, match="rank 1 died"):
+            first.result()
+    found[1].end()
     between.close()
     again = at_loopback(2)
-    for said in heard:
-        stranger = socket.create_connection(again[0].getsockname())
-        stranger.sendall(said)  # hello and proof, as they were
-        sockets.append(stranger)
+    for place in [one.getsockname() for one in again]:
+        for said in heard:
+            stranger = socket.create_connection(place)
+            stranger.sendall(said)  # hello and proof, as they were
+            sockets.append(stranger)
     talk(connect_all(again))
     for one in sockets:
         one.close()
 
 
+def test_an_alarm_of_a_stranger_is_no_news() -> None:
+    listeners = at_loopback(2)
+    places = [listener.getsockname() for listener in listeners]
+    found = connect_all(listeners)
+    for rank, place in enumerate(places):
+        send_alarm(place, 1 - rank, rank, bytes(32), 1)
+    with pytest.raises(PermissionError, match="does not know this job's secret"):
+        ask(places[0], 1, 0, bytes(32), time.monotonic() + PATIENCE, lambda: None)
+    assert ask(places[0], 1, 0, SECRET, time.monotonic() + PATIENCE, lambda: None) == (0, 0)
+    assert all(one.intact for one in found)
+    talk(found)
+
+
 def test_a_stranger_who_calls_himself_the_one_that_is_called() -> None:
     """He answers at the place of rank 0, and learns nothing that he could use there."""
-    listeners = at_loopback(2)
     false = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> bytes:
@@ -219,10 +274,9 @@ def test_a_stranger_who_calls_himself_the_one_that_is_called() -> None:
     with ThreadPoolExecutor(2) as pool:
         heard = pool.submit(answer)
         with pytest.raises(UcformatError, match="does not know this job's secret"):
-            connect(listeners[1], 1, [false.getsockname(), listeners[1].getsockname()], SECRET, PATIENCE)
+            call(false.getsockname())
         assert len(heard.result()) == 49
     false.close()
-    listeners[0].close()
 
 
 def test_a_rank_that_sends_a_pickle_is_refused(tmp_path: Path) -> None:
@@ -234,7 +288,7 @@ def test_a_rank_that_sends_a_pickle_is_refused(tmp_path: Path) -> None:
         try:
             if number:
                 one.send(np.frombuffer(pickle.dumps(Attack(tmp_path / "ran")), np.uint8), 0)
-                return one._receive_message(0).value(list[int])
+                return one._answered(list[int])
             return one.all_gather(1, int)
         except UcformatError as error:
             return error
@@ -251,27 +305,31 @@ def test_the_secret_is_not_left_at_the_store() -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda r: connect_by_store(store, r, 2, PATIENCE), range(2)))
     assert not store.check(["secret"])
-    assert store.check(["host/0", "address/1"])
+    assert store.check(["host/0", "place/1", "address/1"])
 
 
-def test_a_rank_that_cannot_listen_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refusing", [0, 1, 4])
+def test_a_rank_that_cannot_listen_is_named_on_all(monkeypatch: pytest.MonkeyPatch, refusing: int) -> None:
+    here = threading.local()
+
     def refuse(places: list[Host], rank: int) -> socket.socket:
-        if rank == 1:
+        if here.rank == refusing:
             raise OSError(99, "Cannot assign requested address")
         return listen(places, rank)
 
-    monkeypatch.setattr(group, "listen", refuse)
+    monkeypatch.setattr(tree, "listen", refuse)
+    monkeypatch.setattr(tree, "FAN_OUT", 2)  # so that rank 1 has children
     store = dist.HashStore()
 
     def rank(number: int) -> str:
+        here.rank = number
         with pytest.raises(UcformatError) as caught:
-            connect_by_store(store, number, 3, PATIENCE)
+            connect_by_store(store, number, 7, PATIENCE)
         return caught.value.message
 
-    with ThreadPoolExecutor(3) as pool:
-        assert (
-            list(pool.map(rank, range(3))) == ["rank 1 cannot listen: [Errno 99] Cannot assign requested address"] * 3
-        )
+    with ThreadPoolExecutor(7) as pool:
+        found = list(pool.map(rank, range(7)))
+    assert found == [f"rank {refusing} cannot listen: [Errno 99] Cannot assign requested address"] * 7
 
 
 @pytest.mark.parametrize(
@@ -284,8 +342,8 @@ def test_a_rank_that_cannot_listen_is_named_on_all(monkeypatch: pytest.MonkeyPat
 )
 def test_where_a_rank_listens(monkeypatch: pytest.MonkeyPatch, others: list[Host], expected: str) -> None:
     bound: list[Any] = []
-    monkeypatch.setattr(handshake, "_route_to", lambda host, _: "10.1.2.3" if host else "")
-    monkeypatch.setattr(handshake, "_own_address", lambda: "10.9.9.9")
+    monkeypatch.setattr(tree, "_route_to", lambda host, _: "10.1.2.3" if host else "")
+    monkeypatch.setattr(tree, "_own_address", lambda: "10.9.9.9")
     monkeypatch.setattr(socket, "create_server", lambda address, **_: bound.append(address))
     listen([Host("here", ""), Host("here", ""), *others], 0)
     assert bound == [(expected, 0)]

@@ -16,6 +16,7 @@ from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.jobs.run import Report
 from ucformat.reading.readable import IntKey, Place
 from ucformat.schema.manifest import LineageDoc
+from ucformat.torch.comm.connections import Node
 from ucformat.torch.comm.wire import decode, encode
 from ucformat.torch.saving.assignment import Fragment, ShardBatch, ShardTask, Transfer, WriteItem
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
@@ -64,7 +65,7 @@ TOLD: list[tuple[Any, Any]] = [
         SaveMetadata(3, None, {"loss": 0.5}, {"a": {"b": []}}, (LineageDoc(kind="resume", url="u", id=None),)),
         SaveMetadata,
     ),
-    (WorkerStart(1, (("10.0.0.1", 1234), ("::1", 5)), b"s" * 32, 7, 30.0), WorkerStart),
+    (WorkerStart(Node(1, 5, 0, (2, 3)), ("10.0.0.1", 1234), b"s" * 32, 7, 30.0), WorkerStart),
     *((order, Command) for order in (MapBuffer(0, 4096), UnmapBuffer(3), StagingFailed(2, "no memory"))),
     *((answer, Reply) for answer in (Heartbeat(), JobDone(1, Saved("u", "id", 3, 0.5, 1.5), intact=True))),
     (SaveMetadata(lineage=(LineageDoc(kind="resume", url="u"),)), SaveMetadata),

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 def at_once(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
     """What calls in threads give; each rank begins them in another order, each when the one before it is at work."""
     names = sorted(calls, reverse=bool(dist.get_rank()))
-    meet, entered = Group.gather_scatter, {name: threading.Event() for name in names}
+    meet, entered = Group._own, {name: threading.Event() for name in names}
     called: dict[int, str] = {}
 
-    def meeting(self: Group, *given: Any) -> Any:
+    def meeting(self: Group, value: Any) -> Any:  # with which each collective begins
         if threading.get_ident() in called:
             entered[called[threading.get_ident()]].set()
-        return meet(self, *given)
+        return meet(self, value)
 
     def call(name: str) -> Any:
         called[threading.get_ident()] = name
@@ -47,7 +47,7 @@ def at_once(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
         finally:
             entered[name].set()
 
-    Group.gather_scatter = meeting  # type: ignore[method-assign, assignment]
+    Group._own = meeting  # type: ignore[method-assign]
     try:
         with ThreadPoolExecutor(len(names)) as pool:
             futures = {}
@@ -56,7 +56,7 @@ def at_once(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
                 assert entered[name].wait(PATIENCE)
             return {name: f.result(PATIENCE) for name, f in futures.items()}
     finally:
-        Group.gather_scatter = meet  # type: ignore[method-assign]
+        Group._own = meet  # type: ignore[method-assign]
 
 
 def opposite_orders(folder: Path) -> Any:
@@ -134,7 +134,7 @@ def stopped_writer(folder: Path, stuck: int) -> Any:
     """
 
     def stop() -> None:
-        (mine,) = background._writers.values()
+        (mine,) = background.writers.values()
         if dist.get_rank() == stuck:
             os.kill(mine._process.pid, signal.SIGSTOP)
             mine.group.timeout = 0.5
@@ -166,7 +166,7 @@ def made_anew(folder: Path) -> Any:
         handle = async_save(state_of(number), folder / f"{number}", timeout=TIMEOUT, **SMALL)
         handle.wait(PATIENCE)
         buffers = [p for p in Path("/proc/self/fd").iterdir() if "ucformat-stage" in os.path.realpath(p)]
-        seen.append((len(background._writers), len(children()), len(buffers)))
+        seen.append((len(background.writers), len(children()), len(buffers)))
         rank, size = dist.get_rank(), dist.get_world_size()
         dist.destroy_process_group()
         store = dist.FileStore(str(folder / f"store-again-{number}"), size)

@@ -1,29 +1,32 @@
 """Collectives of ranks that save or load together, over connections of their own.
 
-The process groups of the training are never used, so a thread can communicate while training runs. The connections are
-set up through the store of the default process group, under a prefix of their own. An error on one rank is raised on
-all ranks, with the number of that rank in its message.
+The process groups of the training are never used, so a thread can communicate while training runs. Collectives run over
+a tree: a rank sends its parent one message with those of all ranks below it, and each answer goes down the same way. An
+error on one rank is raised on all ranks, with the number of that rank in its message.
 
 Several threads may save and load concurrently, in a different order on each rank. The main thread must make its calls
 in the same order on all ranks, as with any collective. Each other thread uses a channel for its call and url (`save
-s3://bucket/run7/step-100`), whose messages have tags of their own; the store assigns its number, the same on all ranks.
+s3://bucket/run7/step-100`), whose messages have tags of their own, which follow from its name.
 """
 
 from __future__ import annotations
 
-import json
+import functools
+import hashlib
 import os
-import secrets
 import threading
-from contextlib import contextmanager, suppress
+from collections import Counter
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucformat.errors import UcformatError, UsageError
-from ucformat.torch.comm.handshake import Host, connect, gather_through_store, host_here, listen
+from ucformat.errors import IntegrityError, UcformatError, UsageError
+from ucformat.torch.comm.connections import Node
 from ucformat.torch.comm.links import Links
-from ucformat.torch.comm.wire import decode, encode, message, name_rank
+from ucformat.torch.comm.tree import connect_by_store
+from ucformat.torch.comm.wire import EVERYBODY, Record, decode, encode, failures, name_rank, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,27 +34,21 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from numpy.typing import NDArray
 
-    from ucformat.torch.comm.handshake import Peer
     from ucformat.torch.state.elements import Memory, SharedMemory
 
-__all__ = [
-    "TIMEOUT",
-    "Group",
-    "connect_by_store",
-    "group_for_call",
-    "group_of",
-    "is_live",
-    "single_process_group",
-]
+    _Merge = Callable[[Any, Any], Any] | None
+    _Then = Callable[[Any], Any] | None
+
+__all__ = ["TIMEOUT", "Group", "group_for_call", "group_of", "is_live", "single_process_group"]
 
 #: Seconds after which an unresponsive rank is considered dead, and so the longest time that a rank may write while
 #: others wait for it. A rank that dies is noticed at once, by its broken connection.
 TIMEOUT = 1800.0
 
-_LISTEN_HINT = "MASTER_ADDR and the route to it determine the interface on which ranks listen"
+_CHANNEL_BYTES = 7  # of the hash of a channel's name, its number; two of them do not meet
+_ORDER_HINT = "make the same calls in the same order on all ranks; concurrent threads need different urls"
 
 _groups: dict[tuple[object, ...], Group] = {}
-#: By store, ranks and timeout.
 _locks: dict[tuple[object, ...], threading.Lock] = {}
 os.register_at_fork(after_in_child=_groups.clear)
 
@@ -102,12 +99,10 @@ class Group:
         """
         if self.size == 1:
             return self
-        links = self.links
-        with links.opening:
+        with self.links.opening:
             if name not in self._channels:
-                with links.communicating("to open a channel at the store of", 0):
-                    number = links.channel_number(name)
-                made = Group.__new__(Group)._set_up(links, call, number, self._channels)  # noqa: SLF001 - own class
+                number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:_CHANNEL_BYTES], "little") + 1
+                made = Group.__new__(Group)._set_up(self.links, call, number, self._channels)  # noqa: SLF001 - own class
                 self._channels[name] = made
             return self._channels[name]
 
@@ -133,7 +128,7 @@ class Group:
             to: the receiving rank.
         """
         if self.size > 1 and data.size:
-            self.links.send(to, 2 * self._number, data.data.cast("B"))
+            self.links.send(to, 2 * self._number, [data.data.cast("B")])
 
     def send_bulk(self, parts: Sequence[Memory], to: int) -> None:
         """Send bulk data to a rank when it has its buffer ready.
@@ -153,7 +148,7 @@ class Group:
             source: the sending rank.
         """
         if self.size > 1 and out.size:
-            out[...] = np.frombuffer(self._received(source), np.uint8)
+            out[...] = np.frombuffer(self.links.receive(source, 2 * self._number), np.uint8)
 
     def receive_bulk(self, shared: SharedMemory, slots: Mapping[int, tuple[int, int]]) -> None:
         """Receive bulk data from several ranks.
@@ -165,9 +160,6 @@ class Group:
         wanted = {source: (start, stop) for source, (start, stop) in slots.items() if self.size > 1 and stop > start}
         self.links.receive_bulk(2 * self._number + 1, shared, wanted)
 
-    def _received(self, source: int) -> bytearray:
-        return self.links.receive(source, 2 * self._number)
-
     def gather_scatter(
         self, value: Any, compute: Callable[[list[Any]], Sequence[Any]], kind: Any = Any, answer_kind: Any = Any
     ) -> Any:
@@ -178,77 +170,136 @@ class Group:
             compute: called on rank 0 with the values of all ranks; returns the answers by rank, or raises on all ranks.
             kind: the type of the values, an annotation that `ucformat.torch.comm.wire` supports.
             answer_kind: the type of the answers.
-
-        Returns:
-            the answer for this rank.
         """
+        mine = self._own(value)
+        if self.rank and not mine.failed:
+            mine = self._encoded(value, kind)
+        bundles = self._bundles()
+        if self.rank:
+            parts = [*pack([mine]), *(memoryview(b) for b in bundles)]
+            self.links.send(self.links.parent, 2 * self._number, parts)
+            return self._answered(answer_kind)
+
+        def answer() -> Sequence[Any]:
+            records = self._checked(mine, bundles)
+            if len(records) != self.size:
+                raise UcformatError(f"the ranks are in different collectives of {self.call}", hint=_ORDER_HINT)
+            return compute([value, *(decode(r.data, kind) for r in records[1:])])
+
+        return self._answer(answer, answer_kind)
+
+    def combine(
+        self,
+        value: Any,
+        merge: _Merge = None,
+        kind: Any = None,
+        then: _Then | None = None,
+        answer_kind: Any = None,
+    ) -> Any:
+        """Merge the values of all ranks on the way to rank 0, and return the result on every rank.
+
+        Args:
+            value: of this rank; an exception is raised on all ranks, with the number of this rank in its message.
+            merge: `merge(a, b)` returns the merged values of consecutive ranks, those of `a` below those of `b`; it
+                must be associative. Any rank may call it; an error is raised on all. None: the result is None.
+            kind: the type of the values and of merged values, as for `gather_scatter`.
+            then: called on rank 0 with the result; returns what all ranks get instead.
+            answer_kind: the type of what `then` returns.
+        """
+        mine, bundles = self._own(value), self._bundles()
+        kind = kind if merge else None
+
+        def merged(records: Sequence[Record]) -> Any:
+            return functools.reduce(merge, [value, *(decode(r.data, kind) for r in records[1:])]) if merge else None
+
+        def answer() -> Sequence[Any]:
+            result = merged(self._checked(mine, bundles))
+            return [then(result) if then else result] * self.size
+
+        if not self.rank:
+            return self._answer(answer, answer_kind if then else kind)
+        try:
+            records = [mine, *unpack(*bundles)]
+            part = failures(records, self.call) or [self._encoded(merged(records), kind)]
+        except Exception as error:  # noqa: BLE001 - raised on all ranks
+            part = [Record(self.rank, True, self.call, encode(error, BaseException))]
+        self.links.send(self.links.parent, 2 * self._number, pack(part))
+        return self._answered(answer_kind if then else kind)
+
+    def _own(self, value: Any) -> Record:
+        """The record of this rank: an error, or without data."""
         if self._contested and not isinstance(value, BaseException):
             value = UsageError(
                 f"several threads call {self.call} with the same url at once, and ranks cannot tell these calls apart",
                 hint="pass a different process group as `group` in each thread",
             )
-        if self.rank:
-            try:
-                encoded = self._encode(value, kind)
-            except UsageError as error:
-                encoded = self._encode(error, kind)
-            self._send_message(0, encoded)
-            answer = self._receive_message(0).value(answer_kind)
-        else:
-            answer = self._answer(value, compute, kind, answer_kind)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        return self._failed(value) if isinstance(value, BaseException) else Record(self.rank, False, self.call, b"")
 
-    def _answer(self, value: Any, compute: Callable[[list[Any]], Sequence[Any]], kind: Any, answer_kind: Any) -> Any:
-        """Rank 0's part of `gather_scatter`."""
-        found: Sequence[Any] = ()
+    def _failed(self, error: BaseException) -> Record:
+        """The record of an error of this rank."""
+        if self.size == 1:
+            raise error
+        told = decode(encode(error, BaseException), BaseException)  # as the other ranks know it
+        return Record(self.rank, True, self.call, encode(name_rank(self.rank, told, self.size), BaseException))
+
+    def _encoded(self, value: Any, kind: Any) -> Record:
+        """The record of a value; of an error if it cannot be encoded."""
         try:
-            received = [self._receive_message(r) for r in range(1, self.size)]
-            self._check_same_call(received)
-            errors = [value if isinstance(value, BaseException) else None, *(m.error for m in received)]
-            failed = next(((r, e) for r, e in enumerate(errors) if e is not None), None)
-            if failed is not None:
-                found = [name_rank(*failed, self.size)] * self.size
-            else:
-                found = compute([value, *(m.value(kind) for m in received)])
-            encoded = self._encode_all(found, answer_kind)
-        except Exception as error:  # noqa: BLE001 - raised on all ranks
-            found = [error] * self.size
-            encoded = self._encode_all(found, answer_kind)
-        for rank, data in enumerate(encoded, 1):
-            self._send_message(rank, data)
+            return Record(self.rank, False, self.call, encode(value, kind))
+        except UsageError as error:
+            return self._failed(error)
+
+    def _bundles(self) -> list[bytearray]:  # of the children
+        return [self.links.receive(child, 2 * self._number) for child in self.links.children]
+
+    def _checked(self, mine: Record, bundles: Sequence[bytearray]) -> list[Record]:
+        """Rank 0's check: the records by rank, if all ranks are in the same call, and none has failed."""
+        records = sorted([mine, *unpack(*bundles)], key=attrgetter("rank"))
+        if other := next((r for r in records if r.call != self.call), None):
+            raise UsageError(f"rank {other.rank} calls {other.call} while rank 0 calls {self.call}", hint=_ORDER_HINT)
+        if failed := next((r for r in records if r.failed), None):
+            raise decode(failed.data, BaseException)
+        return records
+
+    def _answer(self, compute: Callable[[], Sequence[Any]], kind: Any) -> Any:
+        """Rank 0's part of a collective: compute the answers, and send them."""
+        try:
+            found = compute()
+            if self.size == 1:
+                return found[0]
+            ((common, _),) = Counter(map(id, found[1:])).most_common(1)
+            encoded = {id(v): encode(v, kind) for v in {id(v): v for v in found[1:]}.values()}
+            records = [
+                Record(rank, False, self.call, encoded[id(v)])
+                for rank, v in enumerate(found)
+                if rank and id(v) != common
+            ]
+            records.append(Record(EVERYBODY, False, self.call, encoded[common]))
+        except Exception as error:
+            self._pass_on([Record(EVERYBODY, True, self.call, encode(error, BaseException))])
+            raise
+        self._pass_on(records)
         return found[0]
 
-    def _encode_all(self, values: Sequence[Any], kind: Any) -> list[bytes]:
-        """The messages to all ranks but rank 0; a value that consecutive ranks get is encoded once."""
-        encoded: list[bytes] = []
-        for rank in range(1, self.size):
-            same = rank > 1 and values[rank] is values[rank - 1]
-            encoded.append(encoded[-1] if same else self._encode(values[rank], kind))
-        return encoded
+    def _answered(self, kind: Any) -> Any:
+        """The answer for this rank; those for the ranks below are passed on."""
+        try:
+            records = unpack(self.links.receive(self.links.parent, 2 * self._number))
+        except IntegrityError as error:
+            self._pass_on([Record(EVERYBODY, True, self.call, encode(error, BaseException))])
+            raise
+        self._pass_on(records)
+        mine = next((r for r in records if r.rank == self.rank), records[-1])
+        if mine.failed:
+            raise decode(mine.data, BaseException)
+        return decode(mine.data, kind)
 
-    def _check_same_call(self, received: Sequence[_Envelope]) -> None:
-        """UsageError if ranks are in different calls."""
-        for rank, envelope in enumerate(received, 1):
-            if envelope.call != self.call:
-                raise UsageError(
-                    f"rank {rank} calls {envelope.call} while rank 0 calls {self.call}",
-                    hint="make the same calls in the same order on all ranks; concurrent threads need different urls",
-                )
-
-    def _encode(self, value: Any, kind: Any) -> bytes:
-        """A message with a value or an error; UsageError if the value cannot be encoded."""
-        if isinstance(value, BaseException):
-            return encode(_Envelope(self.call, value, b""), _Envelope)
-        return encode(_Envelope(self.call, None, encode(value, kind)), _Envelope)
-
-    def _send_message(self, to: int, data: bytes) -> None:
-        self.send(np.frombuffer(data, np.uint8), to)
-
-    def _receive_message(self, source: int) -> _Envelope:
-        envelope: _Envelope = decode(self._received(source), _Envelope)
-        return envelope
+    def _pass_on(self, records: Sequence[Record]) -> None:
+        """Send each child the answers for the ranks of its subtree."""
+        for child in self.links.children:
+            below = self.links.below[child]
+            told = [r for r in records if r.rank == EVERYBODY or r.rank in below]
+            self.links.send(child, 2 * self._number, pack(told))
 
     @contextmanager
     def sharing_errors(self) -> Iterator[None]:
@@ -270,22 +321,9 @@ class Group:
         return found
 
 
-@message
-class _Envelope:
-    """A message of a collective: the call of the sender, and its error or its encoded value."""
-
-    call: str
-    error: BaseException | None
-    data: bytes
-
-    def value(self, kind: Any) -> Any:
-        """The value, or the error."""
-        return decode(self.data, kind) if self.error is None else self.error
-
-
 def single_process_group() -> Group:
     """Return a group that consists of this process alone."""
-    return Group(Links({}, 0, 1, TIMEOUT))
+    return Group(Links(Node(0, 1, -1, ()), TIMEOUT))
 
 
 def group_of(process_group: dist.ProcessGroup | None = None, timeout: float = TIMEOUT, call: str = "") -> Group:
@@ -328,44 +366,8 @@ def _make(store: dist.Store, ranks: tuple[int, ...], timeout: float) -> Group:
     rank = ranks.index(dist.get_rank())
     count = store.add(f"{name}/count/{rank}", 1) if len(ranks) > 1 else 1
     links = connect_by_store(dist.PrefixStore(f"{name}/{count}", store), rank, len(ranks), timeout)
-    links.store = store
+    links.store = store  # without the prefix, to be compared
     return Group(links)
-
-
-def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
-    """Connect ranks with each other through a store; all of them call this.
-
-    Args:
-        store: used by nothing else.
-        rank: of this process, from 0.
-        size: the number of ranks.
-        timeout: seconds to wait for the other ranks, and then for each message.
-
-    Raises:
-        UcformatError: a rank did not join in time, or cannot listen.
-    """
-    if size == 1:
-        return Links({}, rank, size, timeout, store)
-    if not rank:
-        store.set("secret", secrets.token_hex(32))
-    mine = host_here(store)
-    known = gather_through_store(store, "host", json.dumps([mine.identity, mine.address]), rank, size, timeout)
-    try:
-        listener = listen([Host(*h) for h in known], rank)
-    except OSError as error:
-        store.set(f"address/{rank}", json.dumps(["", str(error)]))
-        raise UcformatError(f"rank {rank} cannot listen: {error}", hint=_LISTEN_HINT) from error
-    with listener:
-        known = gather_through_store(store, "address", json.dumps(listener.getsockname()[:2]), rank, size, timeout)
-        for other, (host, why) in enumerate(known):
-            if not host:
-                raise UcformatError(f"rank {other} cannot listen: {why}", hint=_LISTEN_HINT)
-        secret = bytes.fromhex(store.get("secret").decode())
-        peers: dict[int, Peer] = connect(listener, rank, [(str(h), int(p)) for h, p in known], secret, timeout)
-    if not rank:
-        with suppress(RuntimeError):  # all ranks have read it; some stores cannot delete keys
-            store.delete_key("secret")
-    return Links(peers, rank, size, timeout, store)
 
 
 @contextmanager

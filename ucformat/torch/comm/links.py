@@ -1,165 +1,136 @@
-"""Messages over the connections of a group; if one breaks, all ranks stop at once and name the rank that caused it.
+"""Messages over the connections of a group, and bulk data straight into the receiver's memory.
 
 Each message is a frame on the line between two ranks, with a tag; messages with the same tag arrive in order. Any
 thread that waits for a rank reads its line, and queues messages for other threads. Bulk data is sent when the receiver
 signals that its buffer is ready, and is read straight into that, so large data is never queued. A rank on the same host
 writes it to the buffer, which is shared memory: a connection takes five times the processor time.
-
-A rank that gives up rings the bells of all others, with the number of the rank that caused it. Every rank so stops at
-once, and follows the causes to the rank that failed first. A rank that died rings no bell.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import select
-import socket
 import struct
-import threading
 import time
-import weakref
 from collections import deque
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ucformat.errors import UcformatError
+from ucformat.torch.comm.connections import Connections, Lost
+from ucformat.torch.comm.wire import decode, encode, message
 from ucformat.torch.state.elements import SharedRange, in_turn, write_shared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    import socket
+    from collections.abc import Callable, Mapping, Sequence
 
-    import torch.distributed as dist
-
-    from ucformat.torch.comm.handshake import Peer
+    from ucformat.torch.comm.handshake import Address
     from ucformat.torch.state.elements import SharedMemory
 
 __all__ = ["Links"]
 
-_BELL_WAIT_S = 1.0  # how long to wait for the bell of a rank that may be dead
+_LATE_S = 30.0  # how much longer a rank waits for those that wait for others
 _FRAME = struct.Struct("<qq")  # tag, and number of bytes that follow, or one of:
 _READY = -1  # the buffer for bulk data with this tag is ready; a _RANGE follows
 _FILLED = -2  # the buffer for bulk data with this tag has been filled
 _RANGE = struct.Struct("<iiqq32s")  # process (0: none), descriptor, start, bytes and name of the buffer
-_RING = struct.Struct("<i")  # the rank that is the cause
-_READ, _WRITE = select.POLLIN, select.POLLOUT
-
-_all: weakref.WeakSet[Links] = weakref.WeakSet()
+_READ, _WRITE, _HUNG_UP = select.POLLIN, select.POLLOUT, select.POLLRDHUP
 
 
-@atexit.register
-def _end_all() -> None:
-    """Close all connections at exit, even if a group is still referenced."""
-    for links in list(_all):
-        links.end()
+@message
+class _Directory:
+    """Where ranks listen, and the error because of which they do not meet."""
+
+    ranks: NDArray[np.int32]
+    hosts: tuple[str, ...]
+    ports: NDArray[np.int32]
+    error: BaseException | None
 
 
-def _forked() -> None:
-    """In a forked child, close the copies of the parent's connections."""
-    for links in list(_all):
-        links.close_after_fork()
-    _all.clear()
+class Links(Connections):
+    """The connections of a group, which all its channels share; see `Connections` for the arguments."""
 
-
-os.register_at_fork(after_in_child=_forked)
-
-
-class _Lost(Exception):
-    """A connection is closed, a rank gave up, or time is up; `cause` is the rank that caused it."""
-
-    def __init__(self, why: str, cause: int) -> None:
-        super().__init__(why)
-        self.cause = cause
-
-
-class _Line:
-    """The connections to one rank, and the messages that were read and not yet taken."""
-
-    def __init__(self, peer: Peer) -> None:
-        self.line, self.bell = peer
-        self.sending = threading.Lock()
-        self.change = threading.Condition()
-        self.reading = False  # whether a thread reads the line now
-        self.received: dict[int, deque[bytearray]] = {}
-        self.ready: dict[int, deque[SharedRange]] = {}  # by tag: buffers that the other rank has ready for bulk data
-        self.here = self.line.getsockname()[0] == self.line.getpeername()[0]  # whether the other rank is on this host
-        self.wanted: dict[int, memoryview] = {}  # by tag: buffers for bulk data that this rank waits for
-
-
-class Links:
-    """The connections of a group, which all its channels share.
-
-    Args:
-        peers: the connections to each other rank.
-        rank: of this process.
-        size: the number of ranks.
-        timeout: seconds to wait for another rank.
-        store: assigns numbers to channels; None if the group has a single channel.
-    """
-
-    def __init__(
-        self, peers: Mapping[int, Peer], rank: int, size: int, timeout: float, store: dist.Store | None = None
-    ) -> None:
-        self.rank, self.size, self.timeout, self.store = rank, size, timeout, store
-        self.intact = True
-        self.broken: UcformatError | None = None  # the first failure
-        self.breaking = threading.Lock()
-        self.channel_store = store
-        self.cache: dict[str, Any] = {}
-        self.opening = threading.Lock()
-        self.waits = 0  # threads that wait for another rank now, none of them longer than the timeout
-        self._counting = threading.Lock()
-        self._lines = {other: _Line(peer) for other, peer in peers.items()}
-        self._bells = select.epoll() if peers else None
-        self._rank_of_bell = {peer.bell.fileno(): other for other, peer in peers.items()}
-        self._rung: dict[int, int | None] = {}  # the cause by rank that rang; None if its connection was closed
-        for bell in self._rank_of_bell:
-            self._bells.register(bell, select.EPOLLIN)  # type: ignore[union-attr]
-        sockets = [s for peer in peers.values() for s in peer]
-        self._close = weakref.finalize(self, _close, sockets, self._bells)
-        self._close.atexit = False  # `_end_all` closes them, after other threads have ended
-        _all.add(self)
-
-    def end(self) -> None:
-        """Close the connections; the group cannot be used any more."""
-        self.intact = False
-        self.broken = self.broken or UcformatError("the group of ranks was closed", hint="create a new one")
-        self._shut_down()
-        self.store = self.channel_store = None
-
-    def close_after_fork(self) -> None:
-        """Close the copies of the connections in a forked child; the parent keeps its own."""
-        self.intact = False
-        self.broken = UcformatError("the group of ranks belongs to the process that this one was forked from")
-        self._close()
-
-    def _shut_down(self) -> None:
-        """Shut all connections down, so that every waiting thread wakes up; bells that were rung stay readable."""
-        for line in self._lines.values():
-            for end in (line.line, line.bell):
-                with suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-
-    def channel_number(self, name: str) -> int:
-        """Return the number of a channel, which the first rank that asks assigns for all.
+    def join(self, meeting: Address | None, failure: UcformatError | None = None) -> None:
+        """Connect to the parent and the children, and learn where all ranks listen; all ranks call this.
 
         Args:
-            name: of the channel.
-        """
-        assert self.channel_store is not None  # noqa: S101 - of several ranks
-        mine = self.channel_store.add("channels", 1)
-        return int(self.channel_store.compare_set(f"channel/{name}", "", str(mine)))
+            meeting: where the parent listens.
+            failure: why this rank cannot take part; raised on all ranks.
 
-    def send(self, other: int, tag: int, data: memoryview) -> None:
+        Raises:
+            UcformatError: a rank did not connect in time, or failed.
+        """
+        try:
+            found = self._join(meeting, failure)
+        except BaseException:
+            self.end()
+            raise
+        if found.error is not None:
+            self.end()
+            raise found.error
+        self._directory = dict(
+            zip(found.ranks.tolist(), zip(found.hosts, found.ports.tolist(), strict=True), strict=True)
+        )
+
+    def _join(self, meeting: Address | None, failure: BaseException | None) -> _Directory:
+        """Bring what the ranks below tell to the parent, and what the parent tells to them."""
+        end = time.monotonic() + self.timeout
+        if self.rank and meeting is not None:
+            self._connect(self.parent, meeting, end)
+        parts = [] if self._listener is None else [self._own_part()]
+        with self._change:
+            self._change.wait_for(lambda: all(c in self._lines for c in self.children), self.timeout)
+        if late := [c for c in self.children if c not in self._lines]:
+            failure = failure or UcformatError(
+                f"rank {late[0]} did not connect to rank {self.rank} within {self.timeout:g} s"
+                + (f", nor did {len(late) - 1} other ranks" if len(late) > 1 else ""),
+                hint="check that it is running and that it reaches this rank's address "
+                f"{self.address[0]}: MASTER_ADDR and the route to it determine the interface",
+            )
+        end = time.monotonic() + self.timeout + _LATE_S
+        connected = [c for c in self.children if c in self._lines]
+        for child in connected:
+            try:
+                part: _Directory = decode(self._take(child, 0, end), _Directory)
+            except Lost as lost:
+                failure = failure or self._error_of(lost.cause, "to receive from", child, lost)
+                continue
+            self.below[child] = frozenset(part.ranks.tolist())
+            failure = failure or part.error
+            parts.append(part)
+        whole = encode(_joined(parts, failure), _Directory)
+        if self.rank:
+            try:
+                self._write(self.parent, 0, len(whole), [memoryview(whole)], end)
+                whole = bytes(self._take(self.parent, 0, end))
+            except Lost as lost:
+                failure = failure or self._error_of(self.parent, "to receive from", self.parent, lost)
+                whole = encode(_joined([], failure), _Directory)
+        for child in connected:
+            with suppress(Lost):  # it is noticed later
+                self._write(child, 0, len(whole), [memoryview(whole)], end)
+        return decode(whole, _Directory)  # type: ignore[no-any-return]
+
+    def _own_part(self) -> _Directory:
+        host, port = self.address
+        return _Directory(np.array([self.rank], np.int32), (host,), np.array([port], np.int32), None)
+
+    def send(self, other: int, tag: int, parts: Sequence[memoryview]) -> None:
         """Send a message; returns when the data may be changed.
 
         Args:
             other: the receiving rank.
             tag: under which it is received.
-            data: the bytes.
+            parts: the bytes.
         """
         with self.communicating("to send to", other):
-            self._write(other, tag, len(data), [data], time.monotonic() + self.timeout)
+            end = time.monotonic() + self.timeout
+            self._line(other, end)
+            self._write(other, tag, sum(map(len, parts)), parts, end)
 
     def send_bulk(self, other: int, tag: int, parts: Sequence[memoryview]) -> None:
         """Send bulk data when the receiver has its buffer ready; returns when the data may be changed.
@@ -169,9 +140,9 @@ class Links:
             tag: under which it is received.
             parts: the bytes.
         """
-        line = self._lines[other]
         with self.communicating("to send to", other):
             end = time.monotonic() + self.timeout
+            line = self._line(other, end)
             self._read(other, lambda: bool(line.ready.get(tag)), end)
             with line.change:
                 target = line.ready[tag].popleft()
@@ -186,11 +157,14 @@ class Links:
             other: the sending rank.
             tag: as given to `send`.
         """
-        line = self._lines[other]
         with self.communicating("to receive from", other):
-            self._read(other, lambda: bool(line.received.get(tag)), time.monotonic() + self.timeout)
-            with line.change:
-                return line.received[tag].popleft()
+            return self._take(other, tag, time.monotonic() + self.timeout)
+
+    def _take(self, other: int, tag: int, end: float) -> bytearray:
+        line = self._line(other, end)
+        self._read(other, lambda: bool(line.received.get(tag)), end)
+        with line.change:
+            return line.received[tag].popleft()
 
     def receive_bulk(self, tag: int, shared: SharedMemory, slots: Mapping[int, tuple[int, int]]) -> None:
         """Receive bulk data from several ranks.
@@ -202,8 +176,8 @@ class Links:
         """
         end = time.monotonic() + self.timeout
         for other, (start, stop) in slots.items():
-            line = self._lines[other]
             with self.communicating("to receive from", other):
+                line = self._line(other, end)
                 with line.change:
                     line.wanted[tag] = shared.memory[start:stop].data
                 pid = os.getpid() if line.here and shared.fd >= 0 else 0
@@ -218,7 +192,7 @@ class Links:
         """Send a frame."""
         line = self._lines[other]
         if not line.sending.acquire(timeout=max(0.0, end - time.monotonic())):
-            raise _Lost("it accepts no data", other)
+            raise Lost("it accepts no data", other)
 
         def send(some: list[memoryview], _: int) -> int:
             try:
@@ -230,7 +204,7 @@ class Links:
         try:
             in_turn([memoryview(_FRAME.pack(tag, size)), *parts], send)
         except OSError as error:
-            raise _Lost(str(error), other) from error
+            raise Lost(str(error), other) from error
         finally:
             line.sending.release()
 
@@ -244,7 +218,7 @@ class Links:
                 if done():
                     return
                 if not idle or self.broken is not None:
-                    raise _Lost("timed out", other)
+                    raise Lost("timed out", other)
                 line.reading = True
             try:
                 self._read_frame(other, end)
@@ -271,13 +245,13 @@ class Links:
             return
         if wanted is not None:
             if len(wanted) != size:
-                raise _Lost(f"it sent {size} bytes, expected {len(wanted)}", other)
+                raise Lost(f"it sent {size} bytes, expected {len(wanted)}", other)
             self._fill(other, wanted, end)
             with line.change:
                 del line.wanted[tag]
             return
         if size < 0:
-            raise _Lost(f"it sent a frame of {size} bytes", other)
+            raise Lost(f"it sent a frame of {size} bytes", other)
         data = bytearray(size)
         self._fill(other, memoryview(data), end)
         with line.change:
@@ -292,108 +266,31 @@ class Links:
                 self._poll(other, line, _READ, end)
                 continue
             except OSError as error:
-                raise _Lost(str(error), other) from error
+                raise Lost(str(error), other) from error
             if not n:
-                raise _Lost("the connection was closed", other)
+                raise Lost("the connection was closed", other)
             out = out[n:]
 
     def _poll(self, other: int, line: socket.socket, event: int, end: float) -> None:
-        """Wait until a line is ready; raises if a bell rings or time is up."""
+        """Wait until a line is ready; raises if a neighbour hangs up meanwhile, this rank gave up, or time is up."""
         poll = select.poll()
         poll.register(line, event)
-        poll.register(self._bells, _READ)  # type: ignore[arg-type]
-        if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-            raise _Lost("timed out", other)
-        self._read_bells()
-        for ringing, cause in list(self._rung.items()):
-            if cause is not None:  # if it names this rank, then the rank for which this one waits is the cause
-                raise _Lost(f"rank {ringing} gave up", other if cause == self.rank else ringing)
-
-    def _read_bells(self) -> None:
-        """Read the bells that have rung."""
-        assert self._bells is not None  # noqa: S101 - there are peers
-        with self._counting:
-            for bell, _ in self._bells.poll(0):
-                other = self._rank_of_bell[bell]
-                try:
-                    data = self._lines[other].bell.recv(_RING.size)
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    data = b""
-                if len(data) == _RING.size:
-                    self._rung[other] = _RING.unpack(data)[0]
-                else:
-                    self._rung.setdefault(other, None)
-                self._bells.unregister(bell)
-
-    @contextmanager
-    def communicating(self, action: str, other: int) -> Iterator[None]:
-        """Turn a failed communication inside into an error that names the rank that caused it, and break the group.
-
-        Args:
-            action: what fails, before "rank N", as "to send to".
-            other: the rank with which this one communicates.
-
-        Raises:
-            UcformatError: the communication failed, or the group was broken before.
-        """
-        if self.broken is not None:
-            raise self.broken
-        self._count_waits(1)
-        try:
-            yield
-        except (_Lost, RuntimeError) as error:  # of a line, or of the store
-            with self.breaking:
-                self.broken = self.broken or self._break(action, other, error)
-            raise self.broken from error
-        finally:
-            self._count_waits(-1)
-
-    def _count_waits(self, change: int) -> None:
-        with self._counting:
-            self.waits += change
-
-    def _break(self, action: str, other: int, error: Exception) -> UcformatError:
-        """Ring all bells, find the rank that failed first, and shut all connections down."""
-        self.intact = False
-        cause = error.cause if isinstance(error, _Lost) else other
-        for line in self._lines.values():
-            with suppress(OSError):
-                line.bell.send(_RING.pack(cause))
-        failed = self._first_failure(cause)
-        self._shut_down()
-        return UcformatError(
-            f"rank {failed} died or has been unresponsive for {self.timeout:g} s: rank {self.rank} failed {action} "
-            f"rank {other} ({str(error).splitlines()[0][:200]})",
-            hint="see the first error in the log of that rank; checkpoints committed earlier are intact",
-        )
-
-    def _first_failure(self, other: int) -> int:
-        """The rank that failed first, found by following the causes from `other`."""
-        seen = {self.rank}
-        while other not in seen:
-            seen.add(other)
-            cause = self._cause_of(other)
-            if cause is None:
-                break
-            other = cause
-        return other
-
-    def _cause_of(self, other: int) -> int | None:
-        """The rank because of which a rank gave up; None if it ended, or has not rung in time, as a stopped process."""
-        end = time.monotonic() + _BELL_WAIT_S
-        self._read_bells()
-        while other not in self._rung and (left := end - time.monotonic()) > 0:
-            poll = select.poll()
-            poll.register(self._bells, _READ)  # type: ignore[arg-type]
-            poll.poll(left * 1000)
-            self._read_bells()
-        return self._rung.get(other)
+        watched = {}
+        if event == _READ:  # the neighbours wait for this rank, or have yet to send what it waits for
+            for rank in self._neighbours:
+                if rank != other and rank in self._lines:
+                    watched[self._lines[rank].line.fileno()] = rank
+                    poll.register(self._lines[rank].line, _HUNG_UP)
+        self._check(other)
+        ready = [fd for fd, _ in poll.poll(max(0.0, end - time.monotonic()) * 1000)]
+        self._check(other)
+        if not ready:
+            raise Lost("timed out", other, late=True)
+        if line.fileno() not in ready:
+            raise Lost("the connection was closed", watched[ready[0]])
 
 
-def _close(sockets: list[socket.socket], bells: select.epoll | None) -> None:
-    for one in sockets:
-        one.close()
-    if bells is not None:
-        bells.close()
+def _joined(parts: Sequence[_Directory], error: BaseException | None) -> _Directory:
+    ranks = np.concatenate([np.zeros(0, np.int32), *(p.ranks for p in parts)])
+    ports = np.concatenate([np.zeros(0, np.int32), *(p.ports for p in parts)])
+    return _Directory(ranks, tuple(h for p in parts for h in p.hosts), ports, error)

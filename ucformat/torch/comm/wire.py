@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, dataclass_transform
 
 import numpy as np
 from pydantic import BaseModel
@@ -56,8 +56,11 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes
 
-__all__ = ["decode", "encode", "message", "name_rank"]
+__all__ = ["EVERYBODY", "Record", "decode", "encode", "failures", "message", "name_rank", "pack", "unpack"]
 
+EVERYBODY = -1  # the receiver of an answer for all ranks that get no other
+
+_RECORD = struct.Struct("<iBHq")  # rank, whether it failed, bytes of the name of the call, and of the data
 _MAX_DEPTH = 100  # levels of nesting in which a value without a JSON form is located
 _NUMERIC_DTYPE = re.compile(r"[<>|][biufc][0-9]{1,2}", re.ASCII)
 _SEE_LOG = "see the traceback in the log of that rank"
@@ -110,11 +113,80 @@ def decode(data: Bytes, kind: Any) -> Any:
         (value,) = codec.read(1, source)
         source.end()
     except (ValueError, TypeError, OverflowError, RecursionError, LookupError, struct.error) as error:
-        raise IntegrityError(
-            f"a message from another rank cannot be decoded ({type(error).__name__}: {error})",
-            hint="check that all ranks run the same version of ucformat",
-        ) from error
+        raise _undecodable(error) from error
     return value
+
+
+class Record(NamedTuple):
+    """What a rank contributes to a collective, or the answer for a rank: a value or an error, encoded."""
+
+    rank: int
+    failed: bool
+    call: str
+    data: Bytes
+
+
+def pack(records: Sequence[Record]) -> list[memoryview]:
+    """Encode records; the encoded forms of several lists, one after another, are that of all their records.
+
+    Args:
+        records: at least one.
+    """
+    parts = []
+    for rank, failed, call, data in records:
+        name = call.encode()
+        parts += [memoryview(_RECORD.pack(rank, failed, len(name), len(data)) + name), memoryview(data).cast("B")]
+    return parts
+
+
+def unpack(*packed: Bytes) -> list[Record]:
+    """Decode records; their data is not copied.
+
+    Args:
+        packed: what `pack` returned on some ranks.
+
+    Raises:
+        IntegrityError: the bytes are not records.
+    """
+    return [record for data in packed for record in _unpack(memoryview(data).cast("B"))]
+
+
+def _unpack(view: memoryview) -> list[Record]:
+    records: list[Record] = []
+    at = 0
+    try:
+        while at < len(view) or not records:
+            rank, failed, named, size = _RECORD.unpack_from(view, at)
+            at += _RECORD.size + named + size
+            if size < 0 or at > len(view):
+                raise ValueError("it is cut off")  # noqa: TRY301 - one message for all
+            call = bytes(view[at - size - named : at - size]).decode()
+            records.append(Record(rank, _boolean(failed), call, view[at - size : at]))
+    except (ValueError, struct.error) as error:
+        raise _undecodable(error) from error
+    return records
+
+
+def failures(records: Sequence[Record], call: str) -> list[Record]:
+    """If a rank has failed or is in another call, return what rank 0 has to know: the first record of each kind.
+
+    Args:
+        records: of several ranks.
+        call: of this rank.
+    """
+    if not any(r.failed or r.call != call for r in records):
+        return []
+    first: dict[tuple[str, bool], Record] = {}
+    for record in sorted(records, key=lambda r: r.rank):
+        first.setdefault((record.call, record.failed), record if record.failed else record._replace(data=b""))
+    return list(first.values())
+
+
+def _undecodable(error: Exception) -> IntegrityError:
+    return IntegrityError(
+        f"a message from another rank cannot be decoded ({type(error).__name__}: {error})",
+        hint="check that all ranks run the same version of ucformat",
+    )
 
 
 def name_rank(rank: int, error: BaseException, size: int) -> BaseException:

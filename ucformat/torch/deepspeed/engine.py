@@ -1,18 +1,40 @@
-"""Inspects DeepSpeed engines: checks that they are supported, names their parameters, and updates their modules."""
+"""Inspects DeepSpeed engines: what is supported, names of parameters, and their parts in the optimizers.
+
+The flat buffers of all ZeRO stages have one form here. Classes of DeepSpeed 0.19.8:
+
+- ZeRO 0 in fp32: the torch optimizer, with the module's own parameters.
+- ZeRO 0 in bf16 or fp16: `fp32_groups`, one fp32 tensor for each parameter (FP16_UnfusedOptimizer); with a fused Adam
+  `fp32_groups_flat`, one flat tensor for each group, its parameters one after another (FP16_Optimizer).
+- ZeRO 1 and 2: this rank's partition of each group's flat buffer, in which `round_robin_bit16_offsets` are the offsets
+  of parameters. (`_hp_mapping` of a parameter is the same, except under `round_robin_gradients`, where DeepSpeed 0.19.8
+  computes it for another order.)
+- BF16_Optimizer (ZeRO 1, bf16, gradients in fp32): the same without alignment.
+- ZeRO 3: a flat buffer for each sub-group, this rank's part of each of its parameters one after another.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ucformat.errors import UnsupportedError, UsageError
+from ucformat.geometry.flat_buffer import FlatBuffer, part_range
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["EngineParts", "inspect_engine", "update_module"]
+__all__ = [
+    "EngineParts",
+    "OptimizerTensor",
+    "inspect_engine",
+    "optimizer_tensors",
+    "partition_of",
+    "shape_of",
+    "update_module",
+]
 
 #: Optimizers that keep the residual of gradient compression on each rank.
 _ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
@@ -198,3 +220,148 @@ def update_module(trainer: EngineParts) -> None:
                 parameter.copy_(master)
     if zero3 is not None:
         zero3.checkpoint_event_epilogue()
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTensor:
+    """A tensor that the torch optimizer updates on this rank: one `whole` parameter in its own shape, or a flat buffer.
+
+    `shapes` has all parameters in the tensor, over all ranks, in order; they share its plain states. `parts` has those
+    of which this rank holds any elements: `[start, stop)` of the flattened parameter, and their offset in the tensor.
+    """
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    tensor: torch.Tensor
+    whole: bool
+    shapes: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, tuple[int, int, int]]
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """The optimizer's states of the tensor by name, tensors and plain numbers; empty before the first step."""
+        found: dict[str, Any] = self.optimizer.state.get(self.tensor) or {}
+        return found
+
+
+def shape_of(parameter: Any) -> tuple[int, ...]:
+    """Return the global shape of a parameter, which ZeRO 3 may have partitioned.
+
+    Args:
+        parameter: of the module.
+    """
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def partition_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
+    """Return the range of elements of a flattened parameter in this rank's partition under ZeRO 3.
+
+    Args:
+        optimizer: DeepSpeed's, or None.
+        parameter: of the module.
+    """
+    part = parameter.partition_numel()
+    return part_range(math.prod(parameter.ds_shape), part, _rank_of(optimizer, parameter))
+
+
+def _rank_of(optimizer: Any, parameter: Any) -> int:
+    """This rank among those over which ZeRO 3 has partitioned a parameter."""
+    import torch.distributed as dist
+
+    if optimizer is not None:
+        return int(optimizer._get_param_partition_rank(parameter))  # noqa: SLF001 - the only way
+    return int(dist.get_rank(parameter.ds_process_group))
+
+
+def optimizer_tensors(trainer: EngineParts) -> tuple[OptimizerTensor, ...]:
+    """Return the tensors that the torch optimizer of this rank updates, by group; empty without an optimizer.
+
+    Args:
+        trainer: the parts of the engine.
+    """
+    optimizer, inner = trainer.optimizer, trainer.inner
+    if optimizer is None or inner is None:
+        return ()
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return tuple(_zero3(trainer, optimizer))
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        return tuple(_zero12(trainer, optimizer))
+    if hasattr(optimizer, "fp32_groups_flat_partition"):
+        return tuple(_bf16(trainer, optimizer))
+    if hasattr(optimizer, "fp32_groups_flat"):
+        return tuple(_fused(trainer, optimizer))
+    if hasattr(optimizer, "fp32_groups"):
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        return tuple(
+            _one(trainer, g, p, q) for g, (low, high) in enumerate(groups) for p, q in zip(low, high, strict=True)
+        )
+    if optimizer is inner:
+        return tuple(_one(trainer, g, p, p) for g, group in enumerate(inner.param_groups) for p in group["params"])
+    raise UnsupportedError(
+        f"the optimizer {type(optimizer).__name__} cannot be saved or loaded yet",
+        hint="known are those of ZeRO 0 to 3 in fp32, bf16 and fp16; engine.save_checkpoint may know it",
+    )
+
+
+def _inner(trainer: EngineParts) -> torch.optim.Optimizer:
+    assert trainer.inner is not None  # noqa: S101 - nothing is held without one
+    return trainer.inner
+
+
+def _one(trainer: EngineParts, group: int, parameter: torch.Tensor, master: torch.Tensor) -> OptimizerTensor:
+    name, shape = trainer.name_of(parameter), tuple(parameter.shape)
+    parts = {name: (0, math.prod(shape), 0)}
+    return OptimizerTensor(_inner(trainer), group, master, whole=True, shapes={name: shape}, parts=parts)
+
+
+def _buffer(trainer: EngineParts, parameters: Sequence[Any], size: int) -> FlatBuffer:
+    """Parameters that are joined one after another."""
+    buffer = FlatBuffer(size=size)
+    for p in parameters:
+        buffer.append(trainer.name_of(p), math.prod(shape_of(p)))
+    return buffer
+
+
+def _flat(
+    trainer: EngineParts, group: int, flat: torch.Tensor, parameters: Sequence[Any], buffer: FlatBuffer, rank: int
+) -> OptimizerTensor:
+    """A rank's part of the flat buffer that these parameters are joined in."""
+    shapes = {trainer.name_of(p): shape_of(p) for p in parameters}
+    return OptimizerTensor(_inner(trainer), group, flat, whole=False, shapes=shapes, parts=buffer.on(rank))
+
+
+def _fused(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
+    for g, (low, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
+        yield _flat(trainer, g, flat, low, _buffer(trainer, low, flat.numel()), 0)
+
+
+def _zero12(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
+    import torch.distributed as dist
+
+    groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+    for g, (parameters, offsets) in enumerate(groups):
+        flat = optimizer.single_partition_of_fp32_groups[g]
+        buffer = FlatBuffer(size=flat.numel())
+        for p, offset in zip(parameters, offsets, strict=True):
+            buffer.slots[trainer.name_of(p)] = range(offset, offset + math.prod(shape_of(p)))
+        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
+
+
+def _bf16(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
+    import torch.distributed as dist
+
+    for g, parameters in enumerate(optimizer.bf16_groups):
+        flat = optimizer.fp32_groups_flat_partition[g]
+        buffer = _buffer(trainer, parameters, flat.numel())
+        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
+
+
+def _zero3(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
+    for s, (parameters, flat) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    ):
+        buffer = FlatBuffer(size=flat.numel())
+        for p in parameters:
+            buffer.append_part(trainer.name_of(p), math.prod(shape_of(p)), p.partition_numel())
+        rank = _rank_of(optimizer, parameters[0])  # DeepSpeed has all of a sub-group in one process group
+        yield _flat(trainer, optimizer.sub_group_to_group_id[s], flat, parameters, buffer, rank)

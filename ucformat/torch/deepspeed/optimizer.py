@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.deepspeed.engine import EngineParts
-    from ucformat.torch.deepspeed.partitions import OptimizerTensor
+    from ucformat.torch.deepspeed.engine import EngineParts, OptimizerTensor
 
 __all__ = ["OptimizerTargets", "StoredStates", "forget_states", "make_states", "want_optimizer"]
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.deepspeed.engine import EngineParts
-    from ucformat.torch.deepspeed.partitions import OptimizerTensor
+    from ucformat.torch.deepspeed.engine import EngineParts, OptimizerTensor
     from ucformat.torch.state.local import LocalShard
 
     Put = Callable[[], None]

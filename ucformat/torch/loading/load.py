@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -225,12 +224,8 @@ def load_local(
         if lacking:
             bits[:] = [label in lacking for label in labels_of(ck.tensors, names)]
         others = replace(found, unexpected=()) | (problems or Problems())
-    joined: _RankReport = ranks.gather_scatter(
-        _RankReport(others, np.packbits(bits), layout or {}, stateful),
-        lambda reports: [_join(reports)] * ranks.size,
-        _RankReport,
-        _RankReport,
-    )
+    mine = _RankReport(ranks.rank, others, np.packbits(bits), layout or {}, stateful)
+    joined: _RankReport = ranks.combine(mine, _join, _RankReport)
     common = labels_of(compress(ck.tensors, np.unpackbits(joined.unexpected)), names)
     found = replace(joined.problems, unexpected=(*common, *joined.problems.unexpected))
     raise_for(found, strict, ck.url)
@@ -240,7 +235,7 @@ def load_local(
         then()
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         failure = error
-    ranks.gather_scatter(failure, lambda _: [None] * ranks.size, None, None)
+    ranks.combine(failure)
     now = {"world": ranks.size} | dict(joined.layout)
     lineage = edge_of(ck, now, continues=joined.stateful)
     seconds = time.monotonic() - begun
@@ -249,11 +244,12 @@ def load_local(
 
 @message
 class _RankReport:
-    """The mismatches of a rank, or of all, the layout, and whether state of an optimizer is loaded.
+    """The mismatches of ranks from `rank` on, the layout, and whether state of an optimizer is loaded.
 
     `unexpected` has a bit for each tensor of the checkpoint, because pipeline stages lack most of them.
     """
 
+    rank: int
     problems: Problems
     unexpected: NDArray[np.uint8]
     layout: Mapping[str, Any]
@@ -277,26 +273,25 @@ def _read(
     return amount
 
 
-def _join(reports: Sequence[_RankReport]) -> _RankReport:
-    """The reports of all ranks as one; unexpected is what all ranks lack.
+def _join(a: _RankReport, b: _RankReport) -> _RankReport:
+    """The reports of some ranks and of those after them as one; unexpected is what all of them lack.
 
     Raises:
         Conflict: the ranks have opened different checkpoints.
     """
-    other = next((r for r, report in enumerate(reports) if len(report.unexpected) != len(reports[0].unexpected)), None)
-    if other is not None:
+    if len(a.unexpected) != len(b.unexpected):
         raise Conflict(
-            f"rank {other} has opened a checkpoint with a different number of tensors than rank 0",
+            f"rank {b.rank} has opened a checkpoint with a different number of tensors than rank {a.rank}",
             hint="load the same checkpoint on all ranks, and do not replace it meanwhile",
         )
-    problems = Problems.joined([r.problems for r in reports])
-    lacking = Counter(u for r in reports for u in set(r.problems.unexpected))
-    common = tuple(u for u in problems.unexpected if lacking[u] == len(reports))
+    lacking = set(b.problems.unexpected)
+    common = tuple(u for u in a.problems.unexpected if u in lacking)
     return _RankReport(
-        replace(problems, unexpected=common),
-        np.bitwise_and.reduce([r.unexpected for r in reports]),
-        {k: v for r in reports for k, v in r.layout.items()},
-        any(r.stateful for r in reports),
+        a.rank,
+        replace(a.problems | b.problems, unexpected=common),
+        a.unexpected & b.unexpected,
+        dict(a.layout) | dict(b.layout),
+        a.stateful or b.stateful,
     )
 
 

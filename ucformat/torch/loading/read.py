@@ -20,7 +20,6 @@ from ucformat.reading.plan import ReadItem
 from ucformat.reading.rank import item_for
 from ucformat.reading.read import read_items
 from ucformat.torch.comm.group import group_of
-from ucformat.torch.comm.wire import name_rank
 from ucformat.torch.state.elements import blocks_of, host_memory
 from ucformat.torch.state.memory import (
     check_fillable,
@@ -279,10 +278,10 @@ def read_and_broadcast(
     ranks = group_of(replicas, timeout, f"share {ck.url}")
     rank, size = ranks.rank, ranks.size
     wants = [(str(m.stored.key), tuple(p.box for p in m.target.pieces)) for m in matched]
-    of_ranks: list[_Wants] = ranks.all_gather(wants, _Wants)
-    common = set(of_ranks[0]).intersection(*map(set, of_ranks[1:]))
+    wanted_by_all: _Wants = ranks.combine(wants, _common, _Wants)
+    common = set(wanted_by_all)
     alone = [m for m, want in zip(matched, wants, strict=True) if want not in common]
-    order = {want: i for i, want in enumerate(of_ranks[0])}
+    order = {want: i for i, want in enumerate(wanted_by_all)}
     shared = sorted(
         ((m, order[want]) for m, want in zip(matched, wants, strict=True) if want in common and m.target.pieces),
         key=lambda found: found[1],
@@ -312,12 +311,14 @@ def read_and_broadcast(
 
 def _all_have_read(reading: Future[ReadAmount], ranks: Group) -> ReadAmount:
     """Wait until all ranks have read their part of a round; an error of one of them is raised on all."""
-    error = reading.exception()
-    errors = ranks.all_gather([] if error is None else [error], list[BaseException])
-    first = next(((r, e[0]) for r, e in enumerate(errors) if e), None)
-    if first is not None:
-        raise error or name_rank(*first, len(errors))
+    ranks.combine(reading.exception())
     return reading.result()
+
+
+def _common(a: _Wants, b: _Wants) -> _Wants:
+    """What both want, in the order of `a`."""
+    wanted = set(b)
+    return [want for want in a if want in wanted]
 
 
 def _rounds(assigned: Sequence[tuple[Matched, int]], size: int) -> Iterator[list[tuple[Matched, int]]]:

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import or_
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ucformat.errors import UcformatError, UsageError
@@ -16,8 +17,7 @@ from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_of
 from ucformat.torch.loading.load import load
 from ucformat.torch.manager.restore import restore_newest
-from ucformat.torch.manager.signals import Signals, any_rank_bits
-from ucformat.torch.manager.steps import folder_of, list_steps
+from ucformat.torch.manager.steps import Signals, folder_of, list_steps
 from ucformat.torch.saving.asynchronous import async_save
 from ucformat.torch.saving.save import save
 
@@ -189,7 +189,7 @@ class Manager:
             return self._last
         ranks = self._ranks()
         if self._commits is None:
-            self._commits = ranks.gather_scatter(None, lambda _: [list_steps(self.url).commits] * ranks.size, None, int)
+            self._commits = ranks.combine(None, then=lambda _: list_steps(self.url).commits, answer_kind=int)
         url, overwrite = self._destination(step)
         first = not ranks.rank
         lineage = () if self._parent is None else (self._parent,)
@@ -314,7 +314,7 @@ class Manager:
         if talks or ranks.size == 1:
             bits |= _FAILED * (self._pending is not None and self._pending.failed)
         if talks:
-            bits = any_rank_bits(ranks, bits)
+            bits = ranks.combine(bits, or_, int)
         self._stopping = self._stopping or bool(bits & _STOP)
         if self._stopping and not self._saved_for_stop:
             return True
@@ -349,10 +349,11 @@ class Manager:
             if not pending.recorded:
                 self._committed(saved, pending.step, first=pending.first)
         mine = [failure] if failure is not None and not pending.raised else []
-        outcomes = self._ranks().all_gather((failure is not None, mine), tuple[bool, list[BaseException]])
-        if any(failed for failed, _ in outcomes):
+        kind = tuple[bool, list[BaseException]]
+        first = lambda a, b: (a[0] or b[0], (a[1] + b[1])[:1])  # noqa: E731 - short
+        failed, unraised = self._ranks().combine((failure is not None, mine), first, kind)
+        if failed:
             self._last_step = None
-        unraised = [e for _, errors in outcomes for e in errors]
         if unraised:
             raise failure or unraised[0]
 
@@ -362,11 +363,8 @@ class Manager:
             return f"{self.url}/{folder_of(step)}", self._overwrite
         from ucformat.torch.manager.retention import free_place
 
-        ranks = self._ranks()
-        place: tuple[str, bool] = ranks.gather_scatter(
-            None, lambda _: [free_place(self.url, step, self._damaged_urls)] * ranks.size, None, tuple[str, bool]
-        )
-        return place
+        free = lambda _: free_place(self.url, step, self._damaged_urls)  # noqa: E731 - short
+        return self._ranks().combine(None, then=free, answer_kind=tuple[str, bool])  # type: ignore[no-any-return]
 
     def _committed(self, saved: Saved, step: int, *, first: bool) -> None:
         """Record a commit, and start to delete old checkpoints in the background."""

@@ -191,7 +191,7 @@ def restore_newest(
     Raises:
         IntegrityError: all checkpoints are damaged.
     """
-    listed: RunContents = ranks.gather_scatter(None, lambda _: [_list(root)] * ranks.size, None, RunContents)
+    listed: RunContents = ranks.combine(None, then=lambda _: _list(root), answer_kind=RunContents)
     damaged: dict[str, str] = {}
     if not ranks.rank:
         for text in contradictions(listed.steps, attrgetter("url")):

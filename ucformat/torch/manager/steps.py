@@ -1,11 +1,16 @@
-"""The folders of a run's checkpoints, one per step, and the list of those that are committed."""
+"""A run: the folders of its checkpoints, those that are committed, and the signals that ask it to stop."""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.newest import newest_first
 from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
@@ -16,7 +21,10 @@ from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.wire import message
 
-__all__ = ["RunContents", "RunStep", "folder_of", "list_steps", "read_step"]
+if TYPE_CHECKING:
+    from types import FrameType
+
+__all__ = ["RunContents", "RunStep", "Signals", "folder_of", "list_steps", "read_step"]
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 
@@ -119,3 +127,49 @@ def read_step(url: str, step: int) -> RunStep:
     manifest, _ = read_manifest(open_store(url))
     nbytes = sum(t.nbytes for t in manifest.tensors)
     return RunStep(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits)
+
+
+_log = logging.getLogger("ucformat")
+
+
+class Signals:
+    """Records that a signal was received, and then calls the handler that was installed before.
+
+    Handlers can only be installed in the main thread; in any other a warning is logged. In processes that are forked
+    later (of a data loader), the handlers that were installed before take effect.
+
+    Args:
+        signals: their numbers.
+    """
+
+    def __init__(self, signals: Sequence[int]) -> None:
+        self.caught = False
+        self._pid = os.getpid()
+        self._handler = self._handle  # one object, to compare with the installed handler
+        self._before: dict[int, Any] = {}
+        if signals and threading.current_thread() is not threading.main_thread():
+            names = ", ".join(signal.Signals(s).name for s in signals)
+            _log.warning(
+                "%s will end this process without a last save: the manager was not created in the main thread", names
+            )
+            return
+        for number in signals:
+            self._before[number] = signal.signal(number, self._handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number)
+        if os.getpid() != self._pid:
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        again, self.caught = self.caught, True
+        # The first Ctrl-C asks to save and stop; only the second one raises KeyboardInterrupt.
+        if callable(before) and (again or before is not signal.default_int_handler):
+            before(number, frame)
+
+    def close(self) -> None:
+        """Restore the previous handlers, except where another one has been installed since."""
+        for number, before in self._before.items():
+            if signal.getsignal(number) is self._handler:
+                signal.signal(number, before if before is not None else signal.SIG_DFL)
+        self._before.clear()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ucformat.torch.comm.group import TIMEOUT, group_for_call
-from ucformat.torch.saving.background import background_writer
+from ucformat.torch.comm.group import TIMEOUT, group_for_call, is_live
+from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.background import BackgroundWriter, close_writer, writers
 from ucformat.torch.saving.manifest import SaveMetadata
 from ucformat.torch.saving.plan import SaveOptions
 from ucformat.torch.state.local import local_state
@@ -24,18 +26,29 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.state.local import LocalState
 
-__all__ = ["async_save", "async_save_local", "in_queue_order"]
+__all__ = ["async_save", "async_save_local"]
 
 
-class _Queue:
+@message
+class _WriterState:
+    """The last generation of writing processes of which one is lost, the error of an earlier save, and this turn."""
+
+    lost: int
+    error: BaseException | None
+    turn: int
+
+
+class _Turns:
     """Serializes the saves of several threads, in the order in which rank 0 took their numbers."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
         self._drawn = self._ended = 0
         self.broken = False
+        self.generation = 0  # how often writing processes were started; this and the next, the same on all ranks
+        self.needed = False  # whether they have to be started again
 
-    def take_number(self) -> int:
+    def take(self) -> int:
         """Take the next number."""
         with self._change:
             self._drawn += 1
@@ -54,28 +67,59 @@ class _Queue:
             self._change.notify_all()
 
 
-_single_process = _Queue()
+_single_process = _Turns()
 
 
 @contextmanager
-def in_queue_order(ranks: Group) -> Iterator[None]:
-    """Begin saves of several threads one after another, in the same order on all ranks.
+def background_writer(ranks: Group, in_flight: int) -> Iterator[BackgroundWriter]:
+    """Use this rank's background writer for a group, when it has room for another save; all ranks call this.
+
+    Saves of several threads begin one after another, in the same order on all ranks. If one rank has lost its process,
+    all ranks start new ones, and an error of an earlier save is raised on all: all this takes one collective. The
+    processes of groups that do not exist any more are closed.
 
     Args:
         ranks: the group.
+        in_flight: how many saves may be in flight at once.
     """
-    queue: _Queue = ranks.cache.setdefault("turns", _Queue()) if ranks.size > 1 else _single_process
+    turns: _Turns = ranks.cache.setdefault("turns", _Turns()) if ranks.size > 1 else _single_process
+    for key, old in list(writers.items()):
+        if key is not None and not is_live(key):
+            close_writer(old)
+    key = ranks.links if ranks.size > 1 else None
+    generation, found = turns.generation, writers.get(key)
+    error: BaseException | None = None
+    if found is not None:
+        try:
+            found.make_room(in_flight)
+        except Exception as failed:  # noqa: BLE001 - raised on all ranks
+            error = failed
     try:
-        number = ranks.gather_scatter(None, lambda _: [queue.take_number()] * ranks.size, None, int)
+        state: _WriterState = ranks.combine(
+            _WriterState(-1 if found is not None and found.usable else generation, error, 0),
+            lambda a, b: _WriterState(max(a.lost, b.lost), a.error or b.error, 0),
+            _WriterState,
+            lambda all_ranks: replace(all_ranks, turn=turns.take()),
+            _WriterState,
+        )
     except Exception:
         if not ranks.intact:
-            queue.end(broken=True)
+            turns.end(broken=True)
         raise
-    queue.wait_for(number)
+    turns.wait_for(state.turn)
     try:
-        yield
+        turns.needed = turns.needed or turns.generation <= state.lost  # unless another thread has started them since
+        if turns.needed and key in writers:
+            close_writer(writers[key])
+        if state.error is not None:
+            raise error or state.error
+        if turns.needed:
+            turns.generation, turns.needed = turns.generation + 1, False
+            writers[key] = BackgroundWriter(ranks)
+        writers[key].wait_for_room(in_flight)  # other threads may have had their turns since
+        yield writers[key]
     finally:
-        queue.end()
+        turns.end()
 
 
 def async_save(
@@ -135,8 +179,8 @@ def async_save(
             options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
             metadata = SaveMetadata.of(step, run, metrics, config, lineage, after)
             held = local_state(state)
-        with in_queue_order(ranks):
-            return background_writer(ranks, in_flight).save(held, options, metadata, begun)
+        with background_writer(ranks, in_flight) as writer:
+            return writer.save(held, options, metadata, begun)
 
 
 def async_save_local(
@@ -159,5 +203,8 @@ def async_save_local(
         in_flight: as for `async_save`.
     """
     begun = time.monotonic()
-    with group_for_call(group, timeout, "async_save", options.url) as ranks, in_queue_order(ranks):
-        return background_writer(ranks, in_flight).save(state, options, metadata, begun)
+    with (
+        group_for_call(group, timeout, "async_save", options.url) as ranks,
+        background_writer(ranks, in_flight) as writer,
+    ):
+        return writer.save(state, options, metadata, begun)

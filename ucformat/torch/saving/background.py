@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import UcformatError
 from ucformat.settings import local_path
 from ucformat.storage.url import split_url
-from ucformat.torch.comm.group import is_live
-from ucformat.torch.comm.wire import decode, encode, message
+from ucformat.torch.comm.wire import decode, encode
 from ucformat.torch.saving.manifest import SaveMetadata, state_info
 from ucformat.torch.saving.save import Saved
 from ucformat.torch.saving.staging import HostBuffer, room_for, stage
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.plan import SaveOptions
     from ucformat.torch.state.local import LocalState
 
-__all__ = ["BackgroundWriter", "SaveHandle", "background_writer", "set_outcome", "wait_until_done"]
+__all__ = ["BackgroundWriter", "SaveHandle", "close_writer", "set_outcome", "wait_until_done", "writers"]
 
 
 class SaveHandle:
@@ -172,14 +171,22 @@ class BackgroundWriter:
         Args:
             in_flight: the number of saves to get below.
         """
-        while len(running := [h for h, _ in self._handles.values() if not h.done]) >= max(1, in_flight):
-            wait_until_done(running[0])
+        self.wait_for_room(in_flight)
         for number, (handle, _) in list(self._handles.items()):
             if handle.done:
                 retrieved, error = handle.retrieved, handle.error()
-                del self._handles[number]
+                self._handles.pop(number, None)
                 if error is not None and not retrieved:
                     raise error
+
+    def wait_for_room(self, in_flight: int) -> None:
+        """Wait until fewer saves are in flight.
+
+        Args:
+            in_flight: the number of saves to get below.
+        """
+        while len(running := [h for h, _ in list(self._handles.values()) if not h.done]) >= max(1, in_flight):
+            wait_until_done(running[0])
 
     def save(self, state: LocalState, options: SaveOptions, metadata: SaveMetadata, begun: float) -> SaveHandle:
         """Stage a state, and start to write it; an error here too is raised on all ranks, by their handles.
@@ -334,60 +341,26 @@ def _absolute(url: str) -> str:
     return url if scheme not in ("", "file") else str(local_path(rest))
 
 
-_writers: dict[Links | None, BackgroundWriter] = {}  # None: this process alone
+#: By connections of a group; None: this process alone.
+writers: dict[Links | None, BackgroundWriter] = {}
 
 
-def background_writer(ranks: Group, in_flight: int) -> BackgroundWriter:
-    """Return this rank's background writer for a group, with room for another save; all ranks call this.
-
-    If one rank has lost its process, all ranks start new ones, and an error of an earlier save is raised on all. The
-    processes of groups that do not exist any more are closed.
+def close_writer(writer: BackgroundWriter) -> None:
+    """Wait for the saves of a writer, and end its process.
 
     Args:
-        ranks: the group.
-        in_flight: how many saves may be in flight at once.
+        writer: one of `writers`.
     """
-    for key, old in list(_writers.items()):
-        if key is not None and not is_live(key):
-            _close(old)
-    key = ranks.links if ranks.size > 1 else None
-    found = _writers.get(key)
-    error: BaseException | None = None
-    if found is not None:
-        try:
-            found.make_room(in_flight)
-        except Exception as failed:  # noqa: BLE001 - raised on all ranks
-            error = failed
-    states = ranks.all_gather(_WriterState(found is not None and found.usable, error), _WriterState)
-    if found is not None and not all(s.usable for s in states):
-        _close(found)
-    errors = [s.error for s in states if s.error is not None]
-    if errors:
-        raise error or errors[0]
-    if key not in _writers:
-        _writers[key] = BackgroundWriter(ranks)
-    return _writers[key]
-
-
-@message
-class _WriterState:
-    """Whether a rank's writing process can be used again, and the error of an earlier save that it has to raise."""
-
-    usable: bool
-    error: BaseException | None
-
-
-def _close(writer: BackgroundWriter) -> None:
-    for key in [k for k, w in _writers.items() if w is writer]:
-        del _writers[key]
+    for key in [k for k, w in writers.items() if w is writer]:
+        del writers[key]
     writer.close()
 
 
 def _forked() -> None:
     """In a forked child, close what would keep the parent's processes alive when the parent ends."""
-    for writer in _writers.values():
+    for writer in writers.values():
         writer.close_after_fork()
-    _writers.clear()
+    writers.clear()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -395,5 +368,5 @@ os.register_at_fork(after_in_child=_forked)
 
 @atexit.register
 def _close_all() -> None:
-    for writer in list(_writers.values()):
-        _close(writer)
+    for writer in list(writers.values()):
+        close_writer(writer)

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import UcformatError
 from ucformat.redacted import Hiding
+from ucformat.torch.comm.connections import Node
 from ucformat.torch.comm.group import Group
-from ucformat.torch.comm.handshake import Address, Host, connect, host_here, listen
+from ucformat.torch.comm.handshake import Address
 from ucformat.torch.comm.links import Links
+from ucformat.torch.comm.tree import listen_at
 from ucformat.torch.comm.wire import decode, encode, message
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
 from ucformat.torch.saving.plan import SaveOptions
@@ -53,23 +55,23 @@ _BEATS_PER_TIMEOUT = 8  # heartbeats in the time after which a process without a
 
 @message
 class WorkerStart:
-    """What a writing process needs: its rank, the addresses of all writing processes, and its listening descriptor.
+    """What a writing process needs: its place in the tree, where its parent listens, and its listening descriptor.
 
     They authenticate each other with `secret`, which is sent only over the socket from a rank to its own process.
     """
 
-    rank: int
-    addresses: tuple[Address, ...]
+    place: Node
+    parent: Address | None
     secret: bytes
     listen: int | None
     timeout: float
 
 
 @message
-class _WriterAddress:
-    """Where the writing process of a rank listens; on rank 0 also the secret of all of them."""
+class _Meeting:
+    """Where the writing process of the parent of a rank listens, and the secret of all of them."""
 
-    address: Address
+    parent: Address | None
     secret: bytes
 
 
@@ -83,15 +85,18 @@ def prepare_start(group: Group) -> tuple[WorkerStart, socket.socket | None]:
         what the process of this rank needs, and the socket on which it listens for those of other ranks.
     """
     if group.size == 1:
-        return WorkerStart(0, (), b"", None, group.timeout), None
-    hosts = group.all_gather(host_here(group.links.store), Host)
+        return WorkerStart(group.links.place, None, b"", None, group.timeout), None
     with group.sharing_errors():
-        listener = listen(hosts, group.rank)
-    host, port = listener.getsockname()[:2]
-    mine = _WriterAddress((host, port), b"" if group.rank else secrets.token_bytes(32))
-    writers = group.all_gather(mine, _WriterAddress)
-    addresses = tuple(w.address for w in writers)
-    return WorkerStart(group.rank, addresses, writers[0].secret, listener.fileno(), group.timeout), listener
+        listener = listen_at(group.links.address[0])
+
+    def answer(found: list[tuple[int, Address]]) -> list[_Meeting]:
+        secret = secrets.token_bytes(32)
+        return [_Meeting(found[parent][1] if parent >= 0 else None, secret) for parent, _ in found]
+
+    mine = (group.links.place.parent, listener.getsockname()[:2])
+    meeting: _Meeting = group.gather_scatter(mine, answer, tuple[int, Address], _Meeting)
+    start = WorkerStart(group.links.place, meeting.parent, meeting.secret, listener.fileno(), group.timeout)
+    return start, listener
 
 
 @message
@@ -231,14 +236,15 @@ def _do(job: SaveJob | StagingFailed, memories: dict[int, Memory], progress: _Pr
 def _connect(start: WorkerStart) -> Group:
     """The group of the writing processes of all ranks."""
     if start.listen is None:
-        return Group(Links({}, 0, 1, start.timeout))
+        return Group(Links(start.place, start.timeout))
+    links = Links(start.place, start.timeout, socket.socket(fileno=start.listen), start.secret)
     try:
-        peers = connect(socket.socket(fileno=start.listen), start.rank, start.addresses, start.secret, start.timeout)
+        links.join(start.parent)
     except UcformatError as error:
         raise UcformatError(
             f"the writing processes of the ranks could not connect: {error.message}", hint=error.hint
         ) from error
-    return Group(Links(peers, start.rank, len(start.addresses), start.timeout))
+    return Group(links)
 
 
 def _listen(
