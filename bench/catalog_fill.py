@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.models import BLOCK, Checkpoint, Edge, Event, Location, Metric, Run, Tag
-from ucformat.schema.manifest import Manifest, TensorDoc
+from ucformat.schema.manifest import Manifest
+from ucformat.schema.tensors import TensorDoc, TensorTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -85,7 +86,7 @@ def _config(run: int) -> dict[str, Any]:
 
 def manifest(one: Made, tensors: int, structure: int | str) -> Manifest:
     """The manifest of a checkpoint with so many tensors, named by the structure that they are of."""
-    docs = tuple(
+    docs = TensorTable.of(
         TensorDoc(
             name=f"model.{structure}.layers.{i // 36}.part{i // 4 % 9}.weight",
             state=STATES[i % 4],
@@ -93,7 +94,6 @@ def manifest(one: Made, tensors: int, structure: int | str) -> Manifest:
             shape=(4096, 1024),
             chunk=(512, 1024),
             shard=(4096, 1024),
-            nbytes=4096 * 1024 * (2 if i % 4 == 0 else 4),
             digest=f"xxh3:{uuid.uuid4().hex}",
         )
         for i in range(tensors)

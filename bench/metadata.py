@@ -33,7 +33,8 @@ from ucformat.format.arrays import put_file
 from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.sidecar import Columns, encode_columns
 from ucformat.format.universal import Universal
-from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
+from ucformat.schema.manifest import Manifest, SidecarDoc
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -147,8 +148,8 @@ def write_ours(place: Path, shapes: NDArray[np.int64], data: bytes) -> int:
     store = LocalStore(place)
     attempt = begin(store, {"bench": "metadata"}, overwrite=False)
     doc = put_file(store, f"{attempt.folder('data')}/extents.safetensors", data)
-    tensors = tuple(
-        TensorDoc(name=name, state="weight", dtype="float32", shape=(rows, columns), nbytes=rows * columns * 4)
+    tensors = TensorTable.of(
+        TensorDoc(name, "weight", "float32", (rows, columns))
         for name, (rows, columns) in zip(NAMES, shapes.tolist(), strict=True)
     )
     manifest = Manifest(

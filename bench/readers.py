@@ -175,7 +175,8 @@ def tensorstore(out: Any, what: str) -> None:
     import tensorstore as ts
 
     manifest = json.loads((OUT / "universal" / "manifest.json").read_text())
-    path = OUT / "universal" / manifest["tensors"][0]["path"]
+    table = manifest["tensors"]
+    path = OUT / "universal" / table["kinds"][0]["path"] / table["names"][0]
     store = ts.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path.absolute())}}).result()
     view = ts.array(out, copy=False, write=True)
     view.write(store[BOXES[what]][ts.d[:].translate_to[0]]).result()

@@ -17,7 +17,8 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.reading.dtypes import dtype_name
-from ucformat.schema.manifest import GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
+from ucformat.schema.manifest import GroupDoc, LineageDoc, Manifest, SidecarDoc, WriterDoc
+from ucformat.schema.tensors import TensorDoc, TensorTable
 
 if TYPE_CHECKING:
     from tests.fakes import Arrays
@@ -71,10 +72,7 @@ def write_packed(store: Store, arrays: Arrays, ranks: int = 3, block_bytes: int 
         created=datetime(2026, 1, 1, tzinfo=UTC),
         objects=put_file(store, f"objects/{attempt.id}/objects.json", json.dumps(OBJECTS).encode()),
         assets={"a/b.txt": put_file(store, f"assets/{attempt.id}/b.txt", b"asset")},
-        tensors=tuple(
-            TensorDoc(name=n, state=s, dtype=dtype_name(a.dtype), shape=a.shape, nbytes=a.nbytes)
-            for (n, s), a in arrays.items()
-        ),
+        tensors=TensorTable.of(TensorDoc(n, s, dtype_name(a.dtype), a.shape) for (n, s), a in arrays.items()),
         sidecar=SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data)),
         **facts,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from ucformat.catalog.catalog import Catalog
 from ucformat.errors import IntegrityError, NotACheckpoint, NotFound, UcformatError, UsageError
 from ucformat.format.structure import manifest_bytes
 from ucformat.jobs.register import register
+from ucformat.schema.tensors import TensorTable
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -122,7 +124,7 @@ def test_a_manifest_that_was_changed_is_seen(catalog: Catalog, ck: Checkpoint, c
     """Of the same id, under a digest that is right."""
     if "tensors" in change:  # the weights are those of another
         first, *rest = ck.manifest.tensors
-        change = {"tensors": (first.model_copy(update={"digest": change["tensors"]}), *rest)}
+        change = {"tensors": TensorTable.of([replace(first, digest=change["tensors"]), *rest])}
     changed = ck.manifest.model_copy(update=change)
     Path(ck.url, "manifest.json").write_bytes(manifest_bytes(changed))
     for ref in ("run7@1", ck.id):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UcformatError, UnsupportedError, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import document_digest
-from ucformat.format.universal import Universal, describe
+from ucformat.format.universal import Universal, describe, index_tensors
 from ucformat.geometry.tensor import Key
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.storage.base import exists
@@ -155,11 +155,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.universal = origin if isinstance(origin, Universal) else None
         self.foreign = None if self.universal else cast("OpenSource", origin)
         self.viewed = _view(source)
-        self._infos: dict[Key, TensorInfo] = {info.key: info for info in source.metadata.tensor_list.tensors}
-        self._states: dict[str, list[str]] = {}
+        self._infos, self._states = index_tensors(source.metadata.tensor_list.tensors)
         self._bound: tuple[Layout, Any, Readable, Bound] | None = None  # the last one, since ranks are planned in turn
-        for key in self._infos:
-            self._states.setdefault(key.name, []).append(key.state)
 
     @property
     def url(self) -> str:

@@ -6,7 +6,8 @@ import hashlib
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ucformat.schema.manifest import LineageDoc, Manifest, SidecarDoc, TensorDoc
+from ucformat.schema.manifest import LineageDoc, Manifest, SidecarDoc
+from ucformat.schema.tensors import TensorDoc, TensorTable
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -16,9 +17,6 @@ def digest(*words: Any) -> str:
 
 
 def tensor(name: str = "w", state: str = "weight", shape: tuple[int, ...] = (4, 2), content: Any = 0) -> TensorDoc:
-    nbytes = 4
-    for n in shape:
-        nbytes *= n
     return TensorDoc(
         name=name,
         state=state,
@@ -26,7 +24,6 @@ def tensor(name: str = "w", state: str = "weight", shape: tuple[int, ...] = (4, 
         shape=shape,
         chunk=shape,
         shard=shape,
-        nbytes=nbytes,
         digest=digest(content),
     )
 
@@ -42,7 +39,8 @@ def manifest(id_: str | int, run: str | None = "run7", step: int | None = 0, **m
         "step": step,
         "tensors": (tensor(content=id_),),
     }
-    return Manifest(**(values | more))
+    values |= more
+    return Manifest(**{**values, "tensors": TensorTable.of(values["tensors"])})
 
 
 def made_from(parent: Manifest, kind: Any = "convert", url: str = "/nowhere") -> tuple[LineageDoc, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -118,9 +119,7 @@ class TestRecording:
         assert catalog.get("/top").name == manifest(3).id[:12]
 
     def test_one_that_an_engine_wrote(self, catalog: Catalog) -> None:
-        doc = manifest(
-            1, producer={"engine.name": "deepspeed"}, tensors=(tensor().model_copy(update={"digest": None}),)
-        )
+        doc = manifest(1, producer={"engine.name": "deepspeed"}, tensors=(replace(tensor(), digest=None),))
         entry = catalog.record(doc, "/data/run7/global_step0", kind="deepspeed", files=(8, 12345))
         assert (entry.kind, entry.engine, entry.format_version) == ("deepspeed", "deepspeed", None)
         assert (entry.files, entry.files_nbytes) == (8, 12345)
@@ -182,9 +181,9 @@ class TestContent:
 
     def test_tensors_are_as_the_manifest_lists_them(self, catalog: Catalog) -> None:
         docs = (
-            tensor("z", shape=(3, 5), content="a").model_copy(update={"chunk": (1, 5), "shard": (3, 5)}),
+            replace(tensor("z", shape=(3, 5), content="a"), chunk=(1, 5), shard=(3, 5)),
             tensor("a", "exp_avg", (), content="b"),
-            tensor("a", "master", (1 << 40,)).model_copy(update={"chunk": None, "shard": None, "digest": None}),
+            replace(tensor("a", "master", (1 << 40,)), chunk=None, shard=None, digest=None),
         )
         put(catalog, 1, tensors=docs)
         found = [
@@ -424,7 +423,7 @@ class TestEdges:
         arrays = (tensor(content="new"),)
         over = packed_over("/data/run7/1")
         lineage = made_from(manifest(1), url="/data/run7/1")
-        bare = tuple(t.model_copy(update={"digest": None, "chunk": None, "shard": None}) for t in arrays)
+        bare = tuple(replace(t, digest=None, chunk=None, shard=None) for t in arrays)
         own = f"sha256:{'0' * 64}"
         packed = manifest(2, step=2, lineage=lineage, sidecar=over, tensors=bare, digest=own)
         catalog.record(packed, "/v/2")

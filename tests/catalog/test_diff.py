@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from ucformat.catalog.stamp import Stamp
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucformat.schema.manifest import TensorDoc
+    from ucformat.schema.tensors import TensorDoc
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
 NAN, INF = float("nan"), float("inf")
@@ -213,7 +214,7 @@ def compare_tensors(database: Database, a: list[TensorDoc], b: list[TensorDoc]) 
 
 
 def like(doc: TensorDoc, **change: Any) -> TensorDoc:
-    return doc.model_copy(update=change)
+    return replace(doc, **change)
 
 
 def test_tensors_that_came_and_went(database: Database) -> None:

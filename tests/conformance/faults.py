@@ -38,8 +38,14 @@ def of_arrays(flat: Files) -> Faults:
     def edit(change: Callable[[Any], object]) -> Files:
         return edited(flat, change)
 
-    def tensor(**values: Any) -> Files:
-        return edit(lambda m: m["tensors"][0].update(values))
+    def kind(**values: Any) -> Files:
+        return edit(lambda m: m["tensors"]["kinds"][0].update(values))
+
+    def table(**values: Any) -> Files:
+        return edit(lambda m: m["tensors"].update(values))
+
+    def row(column: str, value: Any) -> Files:
+        return edit(lambda m: m["tensors"][column].__setitem__(0, value))
 
     manifest, objects = "manifest.json", f"objects/{ATTEMPT}/objects.json"
     first = next(k for k in flat if k.endswith("/weight/a/c/0/0"))
@@ -67,20 +73,36 @@ def of_arrays(flat: Files) -> Faults:
         "newer-version-other-members": ("upgrade", "version 2, in which nothing else need be as it was",
                                         edit(lambda m: (m.clear(), m.update(format="ucformat", version=2, tensors=5)))),
         "newer-feature": ("upgrade", "a feature that version 1 has not, with members of another type", edit(lambda m: m.update(requires=["delta"], tensors=5))),
-        "newer-dtype": ("upgrade", "a dtype that version 1 has not", tensor(dtype="float6")),
+        "newer-dtype": ("upgrade", "a dtype that version 1 has not", kind(dtype="float6")),
         "newer-lineage": ("upgrade", "a kind of lineage that version 1 has not", edit(lambda m: m.update(lineage=[{"kind": "distill", "url": "x"}]))),
-        "newer-digest": ("upgrade", "a kind of digest that version 1 has not", tensor(digest="blake3:" + "0" * 64)),
-        "digest-spelled-wrong": ("damaged", "a digest of too few digits", tensor(digest="xxh3:00")),
-        "tensor-twice": ("damaged", "a name and state is listed twice", edit(lambda m: m["tensors"].append(m["tensors"][0]))),
-        "tensor-nbytes": ("damaged", "nbytes is not the shape's", tensor(nbytes=61)),
-        "tensor-dims": ("damaged", "65 dims", tensor(shape=[1] * 65, nbytes=2)),
-        "tensor-edge": ("damaged", "an edge above 2^62", tensor(shape=[2**62 + 1, 0], nbytes=0)),
-        "tensor-no-place": ("damaged", "neither a path nor a sidecar", tensor(path=None)),
-        "array-no-digest": ("damaged", "an array without a digest", tensor(digest=None)),
-        "array-no-chunk": ("damaged", "an array without a chunk", tensor(chunk=None)),
-        "array-shard": ("damaged", "a shard that is not a multiple of its chunk", tensor(shard=[3, 3], chunk=[2, 3])),
-        "array-wrong-digest": ("damaged:verify", "a digest that is not the array's", tensor(digest="xxh3:" + "0" * 32)),
-        "array-path-out": ("refused", "an array outside of the checkpoint", tensor(path=f"../{DATA}/weight/a")),
+        "newer-digest": ("upgrade", "a kind of digest that version 1 has not", row("digest", "blake3:" + "0" * 64)),
+        "digest-spelled-wrong": ("damaged", "a digest of too few digits", row("digest", "xxh3:00")),
+        "tensor-twice": ("damaged", "a name and state is listed twice", edit(lambda m: [m["tensors"][k].append(m["tensors"][k][0]) for k in ("name", "kind", "digest")])),
+        "tensor-dims": ("damaged", "65 dims", kind(shape=[1] * 65)),
+        "tensor-edge": ("damaged", "an edge above 2^62", kind(shape=[2**62 + 1, 0])),
+        "table-list": ("damaged", "tensors one by one", edit(lambda m: m.update(tensors=[{"name": "a", "state": "weight", "dtype": "int8", "shape": []}]))),
+        "table-no-column": ("damaged", "a column is missing", edit(lambda m: m["tensors"].pop("kind"))),
+        "table-kind-short": ("damaged", "a column is shorter than the others", edit(lambda m: m["tensors"]["kind"].pop())),
+        "table-digest-short": ("damaged", "a column is shorter than the others", edit(lambda m: m["tensors"]["digest"].pop())),
+        "table-no-name": ("damaged", "the number of no name", row("name", 3)),
+        "table-no-kind": ("damaged", "the number of no kind", row("kind", 5)),
+        "table-negative": ("damaged", "a negative number", row("name", -1)),
+        "table-float": ("damaged", "a number with a point", row("kind", 0.0)),
+        "table-true": ("damaged", "a boolean for a number", row("name", False)),
+        "table-name-twice": ("damaged", "a name is listed twice", edit(lambda m: m["tensors"]["names"].append("a"))),
+        "table-unused-kind": ("damaged", "a kind that no tensor has is impossible", edit(lambda m: m["tensors"]["kinds"].append({**m["tensors"]["kinds"][0], "chunk": [1]}))),
+        "table-path-of-none": ("damaged", "a path of no tensor", table(path={"5": f"{DATA}/weight/a"})),
+        "table-path-spelled": ("damaged", "a number that is spelled otherwise", table(path={"00": f"{DATA}/weight/a"})),
+        "table-path-characters": ("damaged", "a path with another character", table(path={"0": f"{DATA}/weight/ü"})),
+        "table-path-out": ("refused", "a path outside of the checkpoint", table(path={"0": f"../{DATA}/weight/a"})),
+        "table-at-of-none": ("damaged", "paths in the state of no tensor", table(at={"5": [["a"]]})),
+        "table-at": ("damaged", "a path in the state that is none", table(at={"0": [["a", True]]})),
+        "tensor-no-place": ("damaged", "neither a path nor a sidecar", kind(path=None)),
+        "array-no-digest": ("damaged", "an array without a digest", row("digest", None)),
+        "array-no-chunk": ("damaged", "an array without a chunk", kind(chunk=None)),
+        "array-shard": ("damaged", "a shard that is not a multiple of its chunk", kind(shard=[3, 3], chunk=[2, 3])),
+        "array-wrong-digest": ("damaged:verify", "a digest that is not the array's", row("digest", "xxh3:" + "0" * 32)),
+        "array-path-out": ("refused", "an array outside of the checkpoint", kind(path=f"../{DATA}/weight")),
         "alias-of-nothing": ("damaged", "an alias of no tensor", edit(lambda m: m.update(aliases={"x": "y"}))),
         "alias-of-alias": ("damaged", "an alias of an alias", edit(lambda m: m["aliases"].update(x="tied"))),
         "alias-of-tensor": ("damaged", "an alias that is a tensor's name", edit(lambda m: m.update(aliases={"none": "a"}))),

@@ -35,8 +35,8 @@ from ucformat.format.shard import write_shard
 from ucformat.format.structure import manifest_bytes
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
+from ucformat.schema.manifest import Manifest, SidecarDoc
+from ucformat.schema.tensors import ITEMSIZE, TensorDoc, TensorTable, quoted
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ OBJECTS: dict[str, Any] = {
     "opaque": {"$opaque": "gAROLg=="},
     "dict": {"$dict": [[1.5, "a"], [{"$tuple": [1, 2]}, "b"]]},
 }
+NOTHING = TensorTable.of(())
 ROWS = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
 DIMS = ("start", "shape", "strides", "tile")
 
@@ -108,7 +109,7 @@ def made_of_arrays() -> Files:
     made = Manifest.model_validate_json(text).model_copy(
         update={
             **facts(),
-            "created": Manifest.model_validate(facts(tensors=())).created,
+            "created": Manifest.model_validate(facts(tensors=NOTHING)).created,
             "lineage": (),
             "verified": None,
             "producer": {"engine.name": "conformance"},
@@ -198,10 +199,7 @@ def packed_files(columns: Columns, files: Files, names: list[str] | None = None,
     """A packed checkpoint of these extents."""
     data = sidecar(columns, names or list(files), **changed)
     path = f"{DATA}/extents.safetensors"
-    tensors = [
-        TensorDoc(name=n, state=s, dtype=dtype, shape=shape, nbytes=math.prod(shape) * ITEMSIZE[dtype])
-        for (n, s), (dtype, shape) in SHAPES.items()
-    ]
+    tensors = TensorTable.of(TensorDoc(n, s, dtype, shape) for (n, s), (dtype, shape) in SHAPES.items())
     doc = SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data))
     made = manifest_bytes(Manifest.model_validate(facts(tensors=tensors, sidecar=doc)))
     return {**files, path: data, "manifest.json": made}
@@ -276,22 +274,39 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
 
     def unknown(m: Any) -> None:
         m.update(new={"a": 1}, lineage=[{"kind": "resume", "url": "x", "new": 1}])
-        for t in m["tensors"]:
+        for t in (m["tensors"], *m["tensors"]["kinds"]):
             t.update(new=[1])
-        m["tensors"][1]["state"] = "state of tomorrow"
+        m["tensors"]["kinds"][1]["state"] = "state of tomorrow"
+
+    def spelled_out(m: Any) -> None:
+        """What no writer has reason to do: other orders, names and kinds that are not used, every folder listed."""
+        t = m["tensors"]
+        paths = [f"{t['kinds'][k]['path']}/{quoted(t['names'][n])}" for n, k in zip(t["name"], t["kind"], strict=True)]
+        t["names"], t["kinds"] = (
+            ["unused", *reversed(t["names"])],
+            [*reversed(t["kinds"]), {**t["kinds"][3], "state": "unused"}],
+        )
+        t["name"] = [len(t["names"]) - 1 - n for n in t["name"]]
+        t["kind"] = [len(t["kinds"]) - 2 - k for k in t["kind"]]
+        t["path"] = {str(n): path for n, path in enumerate(paths)} | t.get("path", {})
+        t["at"] = {"0": [["model", 0, "a"], ["tied"]]}
+        for k in t["kinds"]:
+            k.update(path="elsewhere", at=[["model", ["x.", ""]]])
+        m["tensors"] = dict(reversed(t.items()))
 
     document = f"{DATA}/exp_avg/a/zarr.json"
     renamed = changed(flat, document, lambda d: d.replace(b'"exp_avg"', b'"state of tomorrow"'))
     tomorrow = copy.deepcopy(all_of_it)
     tomorrow["tensors"][1]["state"] = "state of tomorrow"
     permuted = {name: [v for at in (6, 5, 4, 3, 2, 1, 0) for v in by_row(columns, name, at)] for name in (*ROWS, *DIMS)}
-    nothing = manifest_bytes(Manifest.model_validate({**facts(tensors=()), "aliases": {}}))
+    nothing = manifest_bytes(Manifest.model_validate({**facts(tensors=NOTHING), "aliases": {}}))
     return {
         "arrays": ("arrays, objects in every spelling, an asset, an alias, a NaN metric", flat, all_of_it),
         "packed": ("blocks of all four kinds of checksum, tiles, replicas, a stride", packed_files(columns, files), expected()),
         "packed-permuted": ("the rows of the sidecar in another order", packed_files(permuted, files), expected()),
         "required": ("no member of the manifest but those that are required", edited(flat, lambda m: [m.pop(k) for k in [*m] if k not in few]), expected()),
         "unknown": ("unknown members, an unknown state", edited(renamed, unknown), tomorrow),
+        "spelled-out": ("a table of tensors that is longer than it need be", edited(flat, spelled_out), all_of_it),
         "strays": ("files that a reader ignores, a tombstone beside a manifest among them", {**flat, **strays}, all_of_it),
         "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "assets": {}}),
         "virtual": ("files elsewhere", virtual_files(), expected(roots=["sources"], modified=MODIFIED)),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 from crc32c import crc32c
@@ -83,6 +83,20 @@ def check_digest(digest: str) -> None:
     need(re.fullmatch("[0-9a-f]{64}" if kind == "sha256" else "[0-9a-f]{32}", digits), f"{digest} is no digest")
 
 
+def check_paths(paths: Any, pairs: tuple[type[Any], ...] = ()) -> None:
+    """Paths in the state; in those of a kind, a pair of texts is what surrounds the name."""
+    need(isinstance(paths, list) and all(isinstance(p, list) for p in paths), "paths in the state")
+    parts = [part for path in paths for part in path]
+    need(all(type(p) in (str, int, *pairs) for p in parts), "a path in the state")
+    need(all([*map(type, p)] == [str, str] for p in parts if isinstance(p, list)), "a pair in a path in the state")
+
+
+def folder_of(name: str) -> str:
+    """The folder of an array, if none is listed."""
+    plain = quote(name, safe="").replace("~", "%7E")
+    return "%2E" + plain[1:] if plain.startswith(".") else plain
+
+
 @dataclass
 class Extent:
     """A row of the sidecar; its block is offset, bytes and checksum."""
@@ -102,9 +116,7 @@ class Checkpoint:
     def __init__(self, place: str | Path, roots: Sequence[str | Path] = ()) -> None:
         self.place, self.roots = Path(place), [Path(r).resolve() for r in roots]
         self.manifest = self._open()
-        self.tensors = self.manifest["tensors"]
-        for tensor in self.tensors:
-            self._check_tensor(tensor)
+        self.tensors = self._table(self.manifest["tensors"])
         names = {(t["name"], t["state"]) for t in self.tensors}
         need(len(names) == len(self.tensors), "a name and state is listed twice")
         self.aliases: dict[str, str] = self.manifest["aliases"]
@@ -132,7 +144,7 @@ class Checkpoint:
         optional = dict.fromkeys(("producer", "metrics", "config", "layout", "aliases", "assets"), dict)
         lists = dict.fromkeys(("requires", "groups", "lineage", "writers"), list)
         m = {name: kind() for name, kind in [*optional.items(), *lists.items()]} | m
-        of_type(m, {"id": str, "attempt": str, "created": str, "tensors": list}, nullable, {**optional, **lists})
+        of_type(m, {"id": str, "attempt": str, "created": str, "tensors": dict}, nullable, {**optional, **lists})
         need(re.fullmatch("[0-9a-f]{20}", m["attempt"]), "no attempt has this name")
         for file in (*m["assets"].values(), *(m[k] for k in ("objects", "sidecar") if m.get(k))):
             of_type(file, {"path": str, "nbytes": int, "digest": str})
@@ -156,24 +168,46 @@ class Checkpoint:
             need(source["path"] not in seen, f"{source['path']} is listed twice")
             seen.add(source["path"])
 
-    def _check_tensor(self, t: Any) -> None:
-        nullable = {"chunk": list, "shard": list, "digest": str, "path": str}
-        required = {"name": str, "state": str, "dtype": str, "shape": list, "nbytes": int}
-        of_type(t, required, nullable, {"at": list})
+    def _table(self, t: Any) -> list[Any]:
+        t = {"digest": [], "path": {}, "at": {}} | t
+        of_type(t, dict.fromkeys(("names", "kinds", "name", "kind", "digest"), list) | {"path": dict, "at": dict})
+        names, kinds, n = t["names"], t["kinds"], len(t["name"])
+        need(all(isinstance(x, str) for x in names) and len(set(names)) == len(names), "names")
+        for kind in kinds:
+            self._check_kind(kind)
+        need(len(t["kind"]) == n and len(t["digest"]) in (0, n), "columns of different lengths")
+        for column, of in ((t["name"], names), (t["kind"], kinds)):
+            need(all(type(k) is int and 0 <= k < len(of) for k in column), "the number of nothing")
+        need({*t["path"], *t["at"]} <= {str(k) for k in range(n)}, "a path of no tensor")
+        for paths in t["at"].values():
+            check_paths(paths)
+        out = []
+        for row, (name, kind) in enumerate(zip(t["name"], t["kind"], strict=True)):
+            folder, digest = kinds[kind].get("path"), t["digest"][row] if t["digest"] else None
+            need(isinstance(digest, str | None), "a digest that is no text")
+            check_digest(digest or NONE)
+            need(folder is None or digest, "an array without digest")
+            need(folder is not None or str(row) not in t["path"], "a path of a tensor that is no array")
+            path = None if folder is None else t["path"].get(str(row), f"{folder}/{folder_of(names[name])}")
+            need(path is None or re.fullmatch("[A-Za-z0-9._~%/-]+", path), "path")
+            out.append({**kinds[kind], "name": names[name], "digest": digest, "path": path})
+        return out
+
+    def _check_kind(self, t: Any) -> None:
+        nullable = {"chunk": list, "shard": list, "path": str}
+        of_type(t, {"state": str, "dtype": str, "shape": list}, nullable, {"at": list})
         need(t["dtype"] in SIZES, f"the dtype {t['dtype']}", Upgrade)
+        check_paths(t.get("at", []), (list,))
         shape = t["shape"]
         need(
             all(type(n) is int and n >= 0 for n in shape) and len(shape) <= 64 and max(shape, default=0) <= 1 << 62,
             "shape",
         )
-        need(t["nbytes"] == math.prod(shape) * SIZES[t["dtype"]], f"nbytes of {t['name']} is not its shape's")
-        check_digest(t.get("digest") or NONE)
         if t.get("path") is None:
             need(self.manifest.get("sidecar"), "no path and no sidecar")
             return
-        need(re.fullmatch("[A-Za-z0-9._~%/-]+", t["path"]), "path")
         chunk, shard = t.get("chunk"), t.get("shard")
-        need(chunk is not None and shard is not None and t.get("digest"), "an array without chunk, shard or digest")
+        need(chunk is not None and shard is not None, "an array without chunk or shard")
         need(len(shape) <= 32 and len(chunk) == len(shard) == len(shape), "dims")
         need(all(type(n) is int and n >= 1 for n in (*chunk, *shard)), "edges of a chunk or shard")
         need(all(s % c == 0 for s, c in zip(shard, chunk, strict=True)), "a shard is not a multiple of its chunk")

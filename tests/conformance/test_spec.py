@@ -19,8 +19,8 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 from ucformat.format.arrays import array_json
 from ucformat.format.chunking import Grid
 from ucformat.geometry.tensor import Key
-from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import AttemptDoc, LineageDoc, Manifest, SourceFileDoc
+from ucformat.schema.tensors import ITEMSIZE, KindDoc, TensorDoc, TensorTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,6 +103,24 @@ def test_members_of_the_manifest() -> None:
         if name not in ("format", "version", "digest"):  # which are asked for before the document is parsed
             assert (required == "yes") == (name in schema["required"]), name
             assert (null == "yes") == ("null" in kinds), name
+
+
+def test_members_of_the_table() -> None:
+    section = TEXT[TEXT.index("### Tensors") : TEXT.index("### Objects")]
+    lines = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    columns, kind = (
+        {name for line in lines if len(line) == cells for name in re.findall("`([a-z]+)`", line[0])} for cells in (3, 2)
+    )
+    assert columns == set(TensorTable.model_fields)
+    assert kind == set(KindDoc.model_fields)
+
+
+def test_the_table_of_the_example() -> None:
+    (shown,) = re.findall(r'```\n "tensors": (\{.*?\n \}),\n "digest"', EXAMPLE, re.DOTALL)
+    digest, path = "xxh3:23c183416aa2335ed6cbc2dd2f80cb1a", "data/0123456789abcdef0123/weight/%C3%BC"
+    doc = TensorDoc("ü", "weight", "float32", (3,), (2,), (4,), digest, path, (("model", "ü"),))
+    assert TensorTable.of([doc]).as_json().decode() == shown
+    assert f"`{path}`" in EXAMPLE
 
 
 @pytest.mark.parametrize(

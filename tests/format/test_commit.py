@@ -11,6 +11,7 @@ import pytest
 
 import ucformat
 from tests.fakes import ODD, FakeSource, manifest_file
+from tests.tables import changed_entry, entries
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, IntegrityError, MissingData, NotACheckpoint, UpgradeNeeded
 from ucformat.format.attempts import record_key
@@ -18,8 +19,8 @@ from ucformat.format.chunking import Grid
 from ucformat.format.commit import begin, commit, new_id, on_commit
 from ucformat.format.structure import read_manifest
 from ucformat.schema.documents import TombstoneDoc
-from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import Manifest, manifest_json_schema
+from ucformat.schema.tensors import ITEMSIZE, TensorTable
 from ucformat.storage.base import content_version
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import WrappedStore
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def manifest(attempt: str) -> Manifest:
-    return Manifest(id=new_id(), attempt=attempt, created="2026-01-01T00:00:00Z", tensors=())  # type: ignore[arg-type]
+    return Manifest(id=new_id(), attempt=attempt, created="2026-01-01T00:00:00Z", tensors=TensorTable.of(()))  # type: ignore[arg-type]
 
 
 def test_the_published_schema_is_that_of_the_code() -> None:
@@ -232,7 +233,8 @@ def test_a_manifest_that_is_none_is_damage(checkpoint: Path, text: str) -> None:
 
 def edit_tensor(checkpoint: Path, **changed: Any) -> None:
     document = json.loads((checkpoint / "manifest.json").read_text())
-    next(t for t in document["tensors"] if t["name"] == "table").update(changed)
+    number = next(n for n, t in enumerate(entries(document)) if t["name"] == "table")
+    document = changed_entry(document, number, **changed)
     (checkpoint / "manifest.json").write_bytes(manifest_file(document))
 
 
@@ -245,10 +247,9 @@ def edit_tensor(checkpoint: Path, **changed: Any) -> None:
         {"chunk": [0, 1]},
         {"shape": [-1, 4]},
         {"path": "/etc/passwd\n"},
-        {"nbytes": 7},
         {"digest": "sha256:0"},
         {"digest": "nothing"},
-        {"digest": "md5:0", "nbytes": -1},
+        {"digest": "md5:0", "shape": [-1, 4]},
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused_before_anything_is_allocated(
@@ -266,7 +267,7 @@ def test_what_a_later_version_may_write_is_not_called_damaged(checkpoint: Path, 
     with pytest.raises(UpgradeNeeded, match=changed.get("dtype", "md5:0")):
         ucformat.open(checkpoint)
     lineage = [{"kind": "distill", "url": "x"}]
-    change(checkpoint, tensors=[], lineage=lineage)
+    change(checkpoint, tensors={"names": [], "kinds": [], "name": [], "kind": []}, lineage=lineage)
     with pytest.raises(UpgradeNeeded, match="distill"):
         ucformat.open(checkpoint)
     change(checkpoint, lineage=[{"kind": "distill"}])
@@ -282,7 +283,7 @@ def test_paths_that_leave_the_checkpoint_are_refused(checkpoint: Path) -> None:
 
 def test_a_huge_tensor_over_small_files_is_refused_before_memory_is_taken(checkpoint: Path) -> None:
     n = 1 << 32
-    edit_tensor(checkpoint, shape=[n, 64], nbytes=n * 64 * 16, shard=[n, 64])
+    edit_tensor(checkpoint, shape=[n, 64], shard=[n, 64])
     with pytest.raises(IntegrityError):
         ucformat.open(checkpoint)["table"].read()
 

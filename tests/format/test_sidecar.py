@@ -26,7 +26,8 @@ from ucformat.format.extents import extent_problems
 from ucformat.format.sidecar import Columns, decode, encode, encode_columns
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent, single_extents
-from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
+from ucformat.schema.manifest import Manifest, SidecarDoc
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ def test_tiles_that_cannot_be_are_refused(changed: dict[str, list[int]], reason:
         id=new_id(),
         attempt="a" * 20,
         created="2026-01-01T00:00:00Z",  # type: ignore[arg-type]
-        tensors=(TensorDoc(name="t", state="weight", dtype="float32", shape=(5, 6), nbytes=120),),
+        tensors=TensorTable.of([TensorDoc("t", "weight", "float32", (5, 6))]),
         sidecar=SidecarDoc(path="data/x", nbytes=1, digest="sha256:" + "0" * 64),
     )
     assert not list(extent_problems(manifest, decode(sidecar_of(tiled()), [2], "sidecar")))
@@ -400,12 +401,11 @@ def packed(name: str, ranks: int = 3) -> MemoryStore:
     path = f"data/{attempt.id}/extents.safetensors"
     with store.create(path) as out:
         out.write(data)
-    tensors = [TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in infos]
     manifest = Manifest(
         id=new_id(),
         attempt=attempt.id,
         created="2026-01-01T00:00:00Z",  # type: ignore[arg-type]
-        tensors=tuple(tensors),
+        tensors=TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in infos),
         sidecar=SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data)),
     )
     commit(store, attempt, manifest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,9 @@ from tests.fakes import manifest_file
 from tests.fuzz.fuzzing import bounded
 from tests.fuzz.test_zarr_documents import BYTES, SHARDS, array
 from tests.sources.torch_files import dictionary, save, storage, tensor
+from tests.tables import with_entries
 from ucformat.errors import IntegrityError, MissingData, NotFound, UnsafeError, UnsupportedError
 from ucformat.geometry.box import each_index
-from ucformat.schema.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,14 +110,14 @@ def arrays_of(folder: Path, *tensors: tuple[list[int], list[int], list[int]], dt
             "shape": shape,
             "chunk": chunk,
             "shard": shard,
-            "nbytes": math.prod(shape) * ITEMSIZE[dtype],
             "path": f"data/{ATTEMPT}/weight/w{number}",
             "digest": f"xxh3:{'0' * 32}",
         }
         for number, (shape, chunk, shard) in enumerate(tensors)
     ]
-    manifest = {"format": "ucformat", "version": 1, "id": "0" * 32, "attempt": ATTEMPT, "tensors": documents}
-    (place / "manifest.json").write_bytes(manifest_file({**manifest, "created": "2026-01-01T00:00:00Z"}))
+    manifest = {"format": "ucformat", "version": 1, "id": "0" * 32, "attempt": ATTEMPT}
+    manifest["created"] = "2026-01-01T00:00:00Z"
+    (place / "manifest.json").write_bytes(manifest_file(with_entries(manifest, documents)))
     return place
 
 

@@ -183,7 +183,7 @@ def test_a_tensor_that_no_rule_matches() -> None:
 
 def test_a_list_that_has_a_tensor_twice() -> None:
     with pytest.raises(LayoutError, match=r"lists t0 \(weight\) twice"):
-        Layout({"dp": 2}, [EVERYWHERE]).bind(TensorList(tensors((1,)).tensors * 2))
+        Layout({"dp": 2}, [EVERYWHERE]).bind(TensorList([*tensors((1,)).tensors] * 2))
 
 
 def test_sections_that_name_different_meshes() -> None:

@@ -30,8 +30,8 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.reading.dtypes import dtype_name
-from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.schema.manifest import FORMAT_VERSION, GroupDoc, Manifest, SidecarDoc, TensorDoc
+from ucformat.schema.manifest import FORMAT_VERSION, GroupDoc, Manifest, SidecarDoc
+from ucformat.schema.tensors import ITEMSIZE, TensorDoc, TensorTable
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 
@@ -192,10 +192,7 @@ def _commit(store: Store, attempt: Attempt, arrays: Arrays, files: Sequence[byte
         aliases=FACTS["aliases"],
         groups=tuple(groups),
         producer={f"engine.{k}": v for k, v in FACTS["engine"].items()},
-        tensors=tuple(
-            TensorDoc(name=n, state=s, dtype=dtype_name(a.dtype), shape=a.shape, nbytes=a.nbytes)
-            for (n, s), a in arrays.items()
-        ),
+        tensors=TensorTable.of(TensorDoc(n, s, dtype_name(a.dtype), a.shape) for (n, s), a in arrays.items()),
         sidecar=SidecarDoc(path=path, nbytes=len(sidecar), digest=bytes_digest(sidecar)),
     )
     commit(store, attempt, manifest)

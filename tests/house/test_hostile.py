@@ -21,6 +21,7 @@ from tests import forkserver
 from tests.fakes import Arrays, manifest_file, random_array, same
 from tests.sources.torch_files import call, dictionary, glob, pickled, save, tensor, text
 from tests.storage.faulty import FaultyStore
+from tests.tables import changed_entry
 from tests.zero_files import FLAT, a_list, mapping, write_zero3
 from ucformat.errors import NotACheckpoint, NotFound, UcformatError
 from ucformat.storage.local import LocalStore
@@ -145,9 +146,9 @@ class TestUniversal:
     def test_a_path_that_leaves_the_checkpoint(self, universal: Path, tmp_path: Path, ucp: Ucp) -> None:
         manifest = universal / "manifest.json"
         document = json.loads(manifest.read_text())
-        document["tensors"][0]["path"] = "data/../../source"
+        document = changed_entry(document, 0, path="data/../../source")
         manifest.write_bytes(manifest_file(document))
-        name = document["tensors"][0]["name"]
+        name = document["tensors"]["names"][0]
         assert "data/../../source" in ucp("get", universal, name, code=6).stderr
 
 

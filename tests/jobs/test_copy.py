@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from ucformat.errors import (
 )
 from ucformat.format.digest import with_own_digest
 from ucformat.format.structure import manifest_bytes
+from ucformat.schema.tensors import TensorTable
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
@@ -214,7 +216,8 @@ def test_one_of_the_same_conversion_is_replaced_without_losing_its_files(tmp_pat
     ucformat.copy(first, twin, overwrite=True)
     assert contents(LocalStore(twin)) == contents(LocalStore(first))
 
-    docs = (one.tensors[0].model_copy(update={"digest": "xxh3:" + "0" * 32}), *one.tensors[1:])
+    weight, *rest = one.tensors
+    docs = TensorTable.of([replace(weight, digest="xxh3:" + "0" * 32), *rest])
     impostor = one.model_copy(update={"id": "e" * 32, "tensors": docs})
     (twin / "manifest.json").write_bytes(manifest_bytes(impostor))
     with pytest.raises(Conflict, match="different files with the same names"):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import ucformat
 from tests.fakes import FakeSource, manifest_file, random_array, same
 from tests.packed import write_packed
+from tests.tables import changed_entry
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import Inconsistent, IntegrityError, UcformatError
 from ucformat.format.digest import bytes_digest
@@ -219,11 +220,10 @@ def test_replicas_are_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda m: m["aliases"].update(x="head"), "'x' is an alias of 'head', which is another alias"),
         (lambda m: m["aliases"].update(x="x"), "'x' is an alias of 'x', which is another alias"),
         (lambda m: m["aliases"].update(bias="w"), "'bias' is stored, and an alias of 'w' too"),
-        (lambda m: m["tensors"].append(m["tensors"][0]), "lists it twice"),
-        (lambda m: m["tensors"][0].update(nbytes=121), "121 bytes, but its shape has 120"),
-        (lambda m: m["tensors"][0].update(dtype="float64"), "120 bytes, but its shape has 240"),
-        (lambda m: m["tensors"][0].update(shape=[1] * 65), "invalid shape"),
-        (lambda m: m["tensors"][0].update(path="data/x"), "invalid chunk grid"),
+        (lambda m: [m["tensors"][k].append(m["tensors"][k][0]) for k in ("name", "kind")], "lists it twice"),
+        (lambda m: m["tensors"]["kinds"][0].update(shape=[1] * 65), "invalid shape"),
+        (lambda m: m["tensors"]["kinds"].append({**m["tensors"]["kinds"][0], "shape": [1] * 65}), "invalid shape"),
+        (lambda m: m["tensors"]["kinds"][0].update(path="data/x"), "invalid chunk grid"),
         (lambda m: m.update(sidecar=None), "there is no sidecar"),
         (lambda m: m["sidecar"].update(nbytes=3), "bytes instead of 3"),
         (lambda m: m["sidecar"].update(sources=[{"path": "roots/0/x", "nbytes": 1}]), "is not below a root"),
@@ -259,7 +259,7 @@ def test_arrays_without_a_digest_or_with_an_impossible_grid() -> None:
         for info in place.list():
             copy.put_if_absent(info.key, place.read(info.key))
         document = json.loads(copy.read("manifest.json"))
-        document["tensors"][0] |= change
+        document = changed_entry(document, 0, **change)
         copy.delete("manifest.json")
         copy.put_if_absent("manifest.json", manifest_file(document))
         (problem,) = ucformat.verify(copy).problems

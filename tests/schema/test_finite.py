@@ -13,6 +13,7 @@ from ucformat.errors import IntegrityError
 from ucformat.format.digest import bytes_digest, with_own_digest
 from ucformat.format.structure import manifest_bytes, parse_manifest
 from ucformat.schema.manifest import GroupDoc, Manifest
+from ucformat.schema.tensors import TensorTable
 from ucformat.storage.memory import MemoryStore
 
 NAN, INF = math.nan, math.inf
@@ -32,7 +33,7 @@ def manifest() -> Manifest:
         config={"clip": [INF, 1.0]},
         layout={"x": {"y": INF}},
         groups=(GroupDoc(params=("a",), options={"lr": -INF, "betas": (0.5, NAN)}),),
-        tensors=(),
+        tensors=TensorTable.of(()),
     )
 
 

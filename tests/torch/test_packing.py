@@ -21,7 +21,8 @@ from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import TensorInfo, single_extents
-from ucformat.schema.manifest import Manifest, SidecarDoc, TensorDoc
+from ucformat.schema.manifest import Manifest, SidecarDoc
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.memory import MemoryStore
 from ucformat.torch.saving.assignment import WriteItem, assign_pieces, merge_items
 from ucformat.torch.saving.write import packed_file, sidecar_of, write_packed
@@ -62,9 +63,7 @@ def packed(items: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkpo
         attempt=attempt.id,
         created=datetime.now(UTC),
         sidecar=SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=bytes_digest(sidecar)),
-        tensors=tuple(
-            TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in infos
-        ),
+        tensors=TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in infos),
     )
     commit(store, attempt, manifest)
     return ucformat.open(store), tensors, store

@@ -13,13 +13,15 @@ from ucformat.catalog.columns import storable_text
 from ucformat.catalog.models import BLOCK, Checkpoint, Digest, Form, Location, Tensor, TensorSet
 from ucformat.catalog.rows import insert_if_absent, insert_rows
 from ucformat.errors import Conflict
+from ucformat.schema.tensors import TensorTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sqlalchemy import Connection
 
-    from ucformat.schema.manifest import Manifest, TensorDoc
+    from ucformat.schema.manifest import Manifest
+    from ucformat.schema.tensors import KindDoc
 
 __all__ = [
     "TensorEntry",
@@ -35,14 +37,13 @@ __all__ = [
 ]
 
 _COLUMNS = ("tensor_set_id", "position", "name", "state", "dtype", "shape", "chunk", "shard", "nbytes")
-_NAME = attrgetter("name")
 _STORED = attrgetter("state", "dtype", "shape", "chunk", "shard", "nbytes")
 _LOGICAL = attrgetter("state", "dtype", "shape")
 #: Fields of a manifest that `materialize` changes, besides the tensors; all others are independent of the form.
 _FORM = {"attempt", "grid", "producer", "objects", "assets", "sidecar", "verified", "writers", "digest"}
 
 
-def tensor_set(connection: Connection, tensors: Sequence[TensorDoc]) -> int:
+def tensor_set(connection: Connection, tensors: TensorTable) -> int:
     """Get or create the tensor set of a structure.
 
     Args:
@@ -89,26 +90,32 @@ def manifest_content(manifest: Manifest) -> str | None:
         The hash in hexadecimal; None if no file can hold the manifest because its text is not Unicode.
     """
     try:
-        read = manifest.model_copy(update={"tensors": ()}).as_read()
+        read = manifest.model_copy(update={"tensors": TensorTable.of(())}).as_read()
     except ValueError:
         return None
-    return _sha256([read.model_dump_json(exclude=_FORM, exclude_defaults=True), _columns(manifest.tensors, _LOGICAL)])
+    return _sha256(
+        [read.model_dump_json(exclude={*_FORM, "tensors"}, exclude_defaults=True), _columns(manifest.tensors, _LOGICAL)]
+    )
 
 
 def _sha256(texts: Sequence[str]) -> str:
     return hashlib.sha256("\1".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _structure_hash(tensors: Sequence[TensorDoc]) -> str:
+def _structure_hash(tensors: TensorTable) -> str:
     """The SHA-256 of the names, states, dtypes, shapes and grids of tensors, which all steps of a run share."""
     return _sha256([_columns(tensors, _STORED)])
 
 
-def _columns(tensors: Sequence[TensorDoc], of: Callable[[TensorDoc], Any]) -> str:
-    """Text of the names and attributes of tensors; equal attributes are numbered, which is faster as layers repeat."""
+def _columns(tensors: TensorTable, of: Callable[[KindDoc], Any]) -> str:
+    """Text of the names and attributes of tensors, which does not depend on the order of names and kinds in the table.
+
+    Equal attributes are numbered, which is faster as layers repeat.
+    """
     kinds: dict[Any, str] = {}
-    numbers = [kinds.get(k) or kinds.setdefault(k, str(len(kinds))) for k in map(of, tensors)]
-    return "\1".join(("\0".join(map(_NAME, tensors)), ",".join(numbers), repr(list(kinds))))
+    numbers = [kinds.get(k) or kinds.setdefault(k, str(len(kinds))) for k in tensors.by_kind(of)]
+    names = map(tensors.names.__getitem__, tensors.name)
+    return "\1".join(("\0".join(names), ",".join(numbers), repr(list(kinds))))
 
 
 def _joined(numbers: Sequence[int] | None) -> str | None:
@@ -131,7 +138,7 @@ def digest_block(connection: Connection, tensors: int) -> int:
     return last if filled + tensors <= BLOCK else last + 1
 
 
-def add_digests(connection: Connection, serial: int, tensors: Sequence[TensorDoc]) -> None:
+def add_digests(connection: Connection, serial: int, tensors: TensorTable) -> None:
     """Insert the digests of a checkpoint, sorted, since the index takes them faster in order.
 
     Args:
@@ -139,7 +146,7 @@ def add_digests(connection: Connection, serial: int, tensors: Sequence[TensorDoc
         serial: the checkpoint, which has a row already.
         tensors: the tensors of its manifest; those without a digest are skipped.
     """
-    digests = [t.digest or "" for t in tensors]
+    digests = [digest or "" for digest in tensors.digest]
     order = sorted(range(len(digests)), key=digests.__getitem__)
     block = connection.scalar(sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial))
     rows = [(block, digests[i], serial, i) for i in order if digests[i]]
@@ -231,8 +238,9 @@ def _is_other(
     """
     if connection.scalar(sa.select(Checkpoint.content).where(Checkpoint.serial == serial)) != content:
         return True
-    pairs = ((manifest.tensors[n].digest, digest) for n, digest in _digests(connection, serial).items())
-    return any(found != recorded for found, recorded in pairs if need_digests or found is not None)
+    found = manifest.tensors.digest
+    pairs = ((found[n] if found else None, digest) for n, digest in _digests(connection, serial).items())
+    return any(one != recorded for one, recorded in pairs if need_digests or one is not None)
 
 
 @dataclass(frozen=True, slots=True)

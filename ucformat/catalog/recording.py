@@ -69,7 +69,7 @@ def record(
         Conflict: another checkpoint has its id.
         UsageError: the manifest has no id, or the database cannot store it.
     """
-    nbytes = sum(t.nbytes for t in manifest.tensors)
+    nbytes = manifest.tensors.nbytes
     _check(manifest, url, nbytes)
     lock_names(connection, manifest.id, url, *(p.id or _place(p.url) for p in manifest.lineage))
     content = manifest_content(manifest) if kind == "ucformat" else None

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from ucformat.errors import UnsupportedError
 from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid
 from ucformat.format.digest import bytes_digest, tensor_digest
 from ucformat.geometry.tensor import Key
-from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.schema.manifest import FileDoc, GridDoc, TensorDoc
+from ucformat.schema.manifest import FileDoc, GridDoc
+from ucformat.schema.tensors import ITEMSIZE, TensorDoc, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,7 +56,7 @@ def folder_names(names: Iterable[str]) -> dict[str, str]:
     Returns:
         The folder of each name.
     """
-    plain = {name: _quoted(name) for name in names}
+    plain = {name: quoted(name) for name in names}
     seen: dict[str, int] = {}
     for folder in plain.values():
         seen[folder.lower()] = seen.get(folder.lower(), 0) + 1
@@ -65,11 +64,6 @@ def folder_names(names: Iterable[str]) -> dict[str, str]:
         name: folder if _is_safe(folder) and seen[folder.lower()] == 1 else _with_hash(name, folder)
         for name, folder in plain.items()
     }
-
-
-def _quoted(name: str) -> str:
-    folder = quote(name, safe="", errors="surrogatepass").replace("~", "%7E")
-    return "%2E" + folder[1:] if folder.startswith(".") else folder
 
 
 def _is_safe(folder: str) -> bool:
@@ -270,7 +264,6 @@ def array_doc(array: Array, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDo
         shape=info.shape,
         chunk=grid.chunk,
         shard=grid.shard,
-        nbytes=info.nbytes,
         digest=tensor_digest(info.dtype, grid, leaves),
         path=array.path,
     )

@@ -5,6 +5,7 @@ Separate from `structure`, because reading a manifest does not need NumPy.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from ucformat.format.structure import MAX_EDGE, MOUNT, Problem, manifest_problem
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
 from ucformat.reading.execute import place_checksum
-from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.tensors import ITEMSIZE
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
@@ -86,11 +87,11 @@ def extent_problems(manifest: Manifest, sidecar: Sidecar) -> Iterator[Problem]:
     """
     doc = manifest.sidecar
     assert doc is not None  # noqa: S101
-    shapes = [t.shape for t in manifest.tensors]
-    ndims = np.array([len(s) for s in shapes], np.int64)
-    edges = np.array([n for s in shapes for n in s], np.int64)
+    shapes = list(manifest.tensors.by_kind(lambda kind: kind.shape))
+    ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
+    edges = np.fromiter(chain.from_iterable(shapes), np.int64)
     first = np.cumsum(ndims) - ndims  # of each tensor's edges
-    items = np.array([ITEMSIZE[t.dtype] for t in manifest.tensors], np.int64)
+    items = np.fromiter(manifest.tensors.by_kind(lambda kind: ITEMSIZE[kind.dtype]), np.int64, len(shapes))
     known = {s.path: s.nbytes for s in doc.sources}
     sizes = np.array(
         [min(known.get(f, -1), MAX_EDGE) if f.startswith(MOUNT) else MAX_EDGE for f in sidecar.files], np.int64

@@ -6,10 +6,9 @@ reports both. Readers check that extents cover a tensor for the tensors that the
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -20,14 +19,15 @@ from ucformat.format.arrays import MAX_DIMS, MAX_SHARDS
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import own_digest, with_own_digest
 from ucformat.schema.documents import is_tombstone
-from ucformat.schema.dtypes import ITEMSIZE
 from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
+from ucformat.schema.tensors import ITEMSIZE
 from ucformat.schema.values import loads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ucformat.schema.manifest import SidecarDoc
+    from ucformat.schema.tensors import KindDoc, TensorTable
     from ucformat.storage.base import Store
 
 __all__ = [
@@ -128,10 +128,11 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         UpgradeNeeded: it was written by a newer version of the format.
         IntegrityError: it does not match its digest, or cannot be parsed.
     """
+    if (head := _VERSION.match(data)) and int(head[1]) > FORMAT_VERSION and own_digest(data) is not None:
+        raise _newer(int(head[1]), where)  # before a table of a million tensors is parsed
     try:
         manifest = Manifest.model_validate_json(data)
-        if b"NaN" in data or b"Infinity" in data:  # pydantic accepts them as numbers, JSON does not
-            loads(data)
+        _check_words(data)
     except ValidationError as error:
         _check_head(data, where)
         found = error.errors()
@@ -144,7 +145,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         raise IntegrityError(f"{where} is not a ucformat manifest: {error}") from None
     if manifest.requires or own_digest(data) is None:
         _check_head(data, where)
-    if unknown := {doc.dtype for doc in manifest.tensors} - set(ITEMSIZE):
+    if unknown := {kind.dtype for kind in manifest.tensors.kinds} - set(ITEMSIZE):
         reason = f"has tensors of the dtype {min(unknown)[:100]!r}, which this ucformat {__version__} does not know"
         raise UpgradeNeeded(f"{where} {reason}")
     return manifest
@@ -154,8 +155,7 @@ def _check_head(data: bytes, where: str) -> None:
     """Raise an error if this is no manifest, is damaged, or is of a later version."""
     try:
         head = _Head.model_validate_json(data)
-        if b"NaN" in data or b"Infinity" in data:
-            loads(data)
+        _check_words(data)
     except ValidationError as error:
         raise IntegrityError(f"{where} is not a ucformat manifest: {error.errors()[0]['msg']}") from None
     except ValueError as error:
@@ -165,11 +165,25 @@ def _check_head(data: bytes, where: str) -> None:
             f"{where} is damaged: it does not match the digest at its end", hint="restore it from another copy"
         )
     if head.version > FORMAT_VERSION:
-        reason = f"has format version {head.version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
-        raise UpgradeNeeded(f"{where} {reason}")
+        raise _newer(head.version, where)
     if isinstance(head.requires, list) and head.requires:
         reason = f"requires {str(head.requires)[:200]}, which this ucformat {__version__} does not implement"
         raise UpgradeNeeded(f"{where} {reason}")
+
+
+#: The beginning of manifests as ucformat writes them; those of others may have their members in another order.
+_VERSION = re.compile(rb'\{\s*"format":\s*"ucformat",\s*"version":\s*([0-9]{1,9})\s*,')
+
+
+def _newer(version: int, where: str) -> UpgradeNeeded:
+    reason = f"has format version {version}; this ucformat {__version__} reads up to {FORMAT_VERSION}"
+    return UpgradeNeeded(f"{where} {reason}")
+
+
+def _check_words(data: bytes) -> None:
+    """Raise ValueError for the numbers NaN and Infinity, which pydantic accepts and JSON does not have."""
+    if (b"NaN" in data or b"Infinity" in data) and re.search(rb"[\s\[:,-](NaN|Infinity)", data):
+        loads(data)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
@@ -178,7 +192,8 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     Args:
         manifest: the manifest; its field `digest` is ignored.
     """
-    return with_own_digest(manifest.model_dump_json(indent=1, exclude={"digest"}).encode())
+    facts = manifest.model_dump_json(indent=1, exclude={"digest", "tensors"}).encode()
+    return with_own_digest(b'%s,\n "tensors": %s\n}' % (facts[:-2], manifest.tensors.as_json()))
 
 
 def find_manifest(store: Store, absent: type[UcformatError] = NotACheckpoint) -> Manifest | None:
@@ -216,22 +231,8 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
     Args:
         manifest: the manifest.
     """
-    seen: set[tuple[str, str]] = set()
-    for doc in manifest.tensors:
-        key = doc.name, doc.state
-        if key in seen:
-            reason: str | None = "the manifest lists it twice"
-        else:
-            reason = _tensor(
-                *(doc.shape, doc.dtype, doc.nbytes, doc.chunk, doc.shard),
-                is_array=doc.path is not None,
-                has_digest=doc.digest is not None,
-                has_sidecar=manifest.sidecar is not None,
-            )
-        seen.add(key)
-        if reason is not None:
-            yield Problem(MANIFEST, reason, doc.name, doc.state)
-    stored = {name for name, _ in seen}
+    yield from _table_problems(manifest.tensors, has_sidecar=manifest.sidecar is not None)
+    stored = {manifest.tensors.names[n] for n in set(manifest.tensors.name)} if manifest.aliases else ()
     for name, of in manifest.aliases.items():
         if name in stored:
             yield Problem(MANIFEST, f"{name!r} is stored, and an alias of {of!r} too")
@@ -242,25 +243,29 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
         yield from _sources(manifest.sidecar)
 
 
-@lru_cache(maxsize=1 << 12)  # a model has few distinct shapes
-def _tensor(
-    shape: tuple[int, ...],
-    dtype: str,
-    nbytes: int,
-    chunk: tuple[int, ...] | None,
-    shard: tuple[int, ...] | None,
-    *,
-    is_array: bool,
-    has_digest: bool,
-    has_sidecar: bool,
-) -> str | None:
-    """What is wrong with the fields of a tensor; None if nothing is."""
+def _table_problems(table: TensorTable, *, has_sidecar: bool) -> Iterator[Problem]:
+    wrong = {n: reason for n, kind in enumerate(table.kinds) if (reason := _kind(kind, has_sidecar=has_sidecar))}
+    unused = wrong.keys() - set(table.kind) if wrong else ()
+    yield from (Problem(MANIFEST, f"{wrong[n]} (kind number {n})") for n in unused)
+    found: dict[int, str] = {}
+    arrays = {n for n, kind in enumerate(table.kinds) if kind.path is not None}
+    if arrays and (not table.digest or None in table.digest):
+        listed = zip(table.kind, table.digest or repeat(None), strict=False)
+        rows = (row for row, (kind, digest) in enumerate(listed) if digest is None and kind in arrays)
+        found = dict.fromkeys(rows, "the manifest gives it no digest")
+    if wrong:
+        found |= {row: wrong[kind] for row, kind in enumerate(table.kind) if kind in wrong}
+    found |= dict.fromkeys(table.repeated(), "the manifest lists it twice")
+    for row, reason in sorted(found.items()):
+        yield Problem(MANIFEST, reason, table.names[table.name[row]], table.kinds[table.kind[row]].state)
+
+
+def _kind(kind: KindDoc, *, has_sidecar: bool) -> str | None:
+    """What is wrong with all tensors of a kind; None if nothing is."""
+    shape, chunk, shard = kind.shape, kind.chunk, kind.shard
     if len(shape) > _MAX_DIMS or max(shape, default=0) > MAX_EDGE:
         return "the manifest gives it an invalid shape"
-    expected = math.prod(shape) * ITEMSIZE[dtype]
-    if nbytes != expected:
-        return f"the manifest gives it {nbytes} bytes, but its shape has {expected}"
-    if not is_array:
+    if kind.path is None:
         return None if has_sidecar else "the manifest gives it no path, and there is no sidecar"
     if len(shape) > MAX_DIMS:
         return f"the manifest gives it an array of {len(shape)} dims; it may have {MAX_DIMS}"
@@ -268,11 +273,9 @@ def _tensor(
         return "the manifest gives it an invalid chunk grid"
     if shard != chunk and any(s % c for s, c in zip(shard, chunk, strict=True)):
         return "the manifest gives it an invalid chunk grid"
-    if not has_digest:
-        return "the manifest gives it no digest"
-    if nbytes <= MAX_SHARDS:  # of at least a byte each
+    if kind.nbytes <= MAX_SHARDS:  # of at least a byte each
         return None
-    count = Grid(shape, chunk, shard, ITEMSIZE[dtype]).count
+    count = Grid(shape, chunk, shard, ITEMSIZE[kind.dtype]).count
     return f"the manifest gives it an invalid number of shards ({count})" if count > MAX_SHARDS else None
 
 

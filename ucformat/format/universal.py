@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ucformat.errors import IntegrityError, MissingData, NotFound
 from ucformat.format.arrays import shard_key
@@ -13,15 +15,22 @@ from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.structure import manifest_problems, read_manifest, refuse
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
-from ucformat.reading.readable import CheckpointMetadata, Place, path_from_json, path_to_json
-from ucformat.schema.dtypes import ITEMSIZE
-from ucformat.schema.manifest import GroupDoc, Manifest, TensorDoc
+from ucformat.reading.readable import (
+    CheckpointMetadata,
+    LazyMapping,
+    LazySequence,
+    Place,
+    path_from_json,
+    path_to_json,
+)
+from ucformat.schema.manifest import GroupDoc, Manifest
+from ucformat.schema.tensors import ITEMSIZE, TensorDoc, TensorTable
 from ucformat.schema.values import loads
 from ucformat.storage.local import LocalStore
 from ucformat.storage.watched import WatchedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator
 
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.box import Box
@@ -29,10 +38,111 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import FileDoc
     from ucformat.storage.base import Store
 
-__all__ = ["Universal", "describe", "grid_of", "group_doc", "group_docs", "paths_of"]
+__all__ = ["StoredTensors", "Universal", "describe", "grid_of", "group_doc", "group_docs", "index_tensors", "paths_of"]
 
 _LARGE_BYTES = 256 << 20  # a manifest must not claim more for small files
 _LARGE_SHARDS = 10_000
+
+T = TypeVar("T")
+
+
+class _ByKey(Mapping[Key, T]):
+    """A value for each tensor of a table, made when it is asked for; all of them when somebody enumerates them."""
+
+    def __init__(self, table: TensorTable, make: Callable[[int], T]) -> None:
+        self._table, self._make = table, make
+
+    @cached_property
+    def _all(self) -> dict[Key, T]:
+        table = self._table
+        keys = map(Key, map(table.names.__getitem__, table.name), table.by_kind(lambda kind: kind.state))
+        return dict(zip(keys, map(self._make, range(len(table))), strict=True))
+
+    def __getitem__(self, key: Key) -> T:
+        if "_all" in self.__dict__:
+            return self._all[key]
+        row = self._table.row(*key) if isinstance(key, tuple) and len(key) == 2 else None
+        if row is None:
+            raise KeyError(key)
+        return self._make(row)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __repr__(self) -> str:
+        return repr(self._all)
+
+
+class _States(Mapping[str, list[str]]):
+    """The states in which each name of a table is stored."""
+
+    def __init__(self, table: TensorTable) -> None:
+        self._table = table
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(map(self._table.names.__getitem__, dict.fromkeys(self._table.name)))
+
+    def __getitem__(self, name: str) -> list[str]:
+        if not (rows := self._table.rows(name)):
+            raise KeyError(name)
+        return [self._table.kinds[self._table.kind[row]].state for row in rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class StoredTensors(Sequence[TensorInfo]):
+    """The tensors of a table, in order.
+
+    Attributes:
+        by_key: the tensors by name and state.
+        states: the states of each name.
+    """
+
+    def __init__(self, table: TensorTable) -> None:
+        def info(row: int) -> TensorInfo:
+            kind = table.kinds[table.kind[row]]
+            return TensorInfo(table.names[table.name[row]], kind.state, kind.dtype, kind.shape)
+
+        self.by_key: Mapping[Key, TensorInfo] = _ByKey(table, info)
+        self.states: Mapping[str, list[str]] = _States(table)
+        self._info, self._rows = info, range(len(table))
+
+    @overload
+    def __getitem__(self, index: int) -> TensorInfo: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TensorInfo, ...]: ...
+    def __getitem__(self, index: int | slice) -> TensorInfo | tuple[TensorInfo, ...]:
+        if isinstance(index, slice):
+            return tuple(map(self._info, self._rows[index]))
+        return self._info(self._rows[index])
+
+    def __iter__(self) -> Iterator[TensorInfo]:
+        return iter(self.by_key.values())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def index_tensors(tensors: Sequence[TensorInfo]) -> tuple[Mapping[Key, TensorInfo], Mapping[str, list[str]]]:
+    """Tensors by name and state, and the states of each name.
+
+    Args:
+        tensors: the tensors of any checkpoint.
+    """
+    if isinstance(tensors, StoredTensors):
+        return tensors.by_key, tensors.states
+    infos, states = {info.key: info for info in tensors}, dict[str, list[str]]()
+    for key in infos:
+        states.setdefault(key.name, []).append(key.state)
+    return infos, states
 
 
 def grid_of(doc: TensorDoc) -> Grid:
@@ -68,22 +178,22 @@ class Universal:
         sidecar = self.manifest.sidecar
         if sidecar is not None and sidecar.roots:
             watching.inner = MountedStore(watching.inner, sidecar, roots)
-        self.docs: Mapping[Key, TensorDoc] = {Key(d.name, d.state): d for d in self.manifest.tensors}
-        infos = tuple(TensorInfo(d.name, d.state, d.dtype, d.shape) for d in self.manifest.tensors)
-        m = self.manifest
+        m, table = self.manifest, self.manifest.tensors
+        self.docs: Mapping[Key, TensorDoc] = _ByKey(table, table.__getitem__)
+        groups = LazyMapping(lambda: {name: i for i, g in enumerate(m.groups) for name in g.params})
+        paths = LazyMapping(lambda: {Key(d.name, d.state): tuple(map(path_from_json, d.at)) for d in table if d.at})
         self.metadata = CheckpointMetadata(
-            tensor_list=TensorList(infos, {name: i for i, g in enumerate(m.groups) for name in g.params}),
+            tensor_list=TensorList(StoredTensors(table), groups),
             aliases=m.aliases,
             assets=tuple(m.assets),
-            groups=tuple({"params": list(g.params), **g.options} for g in m.groups),
-            paths={Key(d.name, d.state): tuple(map(path_from_json, d.at)) for d in m.tensors if d.at},
+            groups=LazySequence(lambda: tuple({"params": list(g.params), **g.options} for g in m.groups)),
+            paths=paths if table.at or any(k.at for k in table.kinds) else {},
             places=tuple(_place(g) for g in m.groups),
             step=m.step,
             layout=m.layout,
             engine={k.removeprefix("engine."): v for k, v in m.producer.items() if k.startswith("engine.")},
             files=(MANIFEST,),
         )
-        self._numbers = {key: n for n, key in enumerate(self.docs)}
         self._sidecar: Sidecar | None = None
         self._missing: dict[str, int] = {}
 
@@ -126,7 +236,9 @@ class Universal:
         """See Readable."""
         doc = self.docs[key]
         if doc.path is None:
-            yield from self.sidecar().extents(self._numbers[key], within)
+            row = self.manifest.tensors.row(*key)
+            assert row is not None  # noqa: S101 - it has a document
+            yield from self.sidecar().extents(row, within)
             return
         grid = grid_of(doc)
         if not doc.nbytes:
@@ -187,7 +299,7 @@ class Universal:
         from ucformat.format.sidecar import decode
 
         where = f"{self.store.url}/{doc.path}"
-        return decode(self.read_file(doc), [len(t.shape) for t in self.manifest.tensors], where)
+        return decode(self.read_file(doc), self.manifest.tensors.ndims, where)
 
 
 def _place(group: GroupDoc) -> Place | None:
@@ -211,8 +323,7 @@ def describe(
         The manifest, with the present time as the time of creation.
     """
     tensors = (
-        TensorDoc(**i.key._asdict(), dtype=i.dtype, shape=i.shape, nbytes=i.nbytes, at=paths_of(metadata, i.key))
-        for i in metadata.tensor_list.tensors
+        TensorDoc(i.name, i.state, i.dtype, i.shape, at=paths_of(metadata, i.key)) for i in metadata.tensor_list.tensors
     )
     return Manifest(
         id="",
@@ -226,7 +337,7 @@ def describe(
         layout=dict(metadata.layout),
         groups=group_docs(metadata),
         aliases=dict(metadata.aliases),
-        tensors=tuple(tensors),
+        tensors=TensorTable.of(tensors),
     )
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, row_major
-from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["Block", "Extent", "Key", "Piece", "TensorInfo", "TensorList", "Tiles", "single_extents"]
 
@@ -221,7 +221,7 @@ class TensorList:
     `groups` maps the name of a parameter to the index of its optimizer group. Flat buffers depend on both.
     """
 
-    tensors: tuple[TensorInfo, ...]
+    tensors: Sequence[TensorInfo]
     groups: Mapping[str, int] = field(default_factory=dict)
 
     def renamed(self, rename: Callable[[str], str]) -> TensorList:

@@ -18,7 +18,7 @@ from ucformat.jobs.run import default_workers, run
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.plan import ReadItem
 from ucformat.reading.read import read_flat, read_items
-from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.tensors import ITEMSIZE
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.schema.manifest import TensorDoc
+    from ucformat.schema.tensors import TensorDoc
     from ucformat.storage.base import Store
     from ucformat.views.viewed import ComputedFile, Viewed
 

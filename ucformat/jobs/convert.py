@@ -37,6 +37,7 @@ from ucformat.reading.read import read_items
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.schema.manifest import Manifest, VerifiedDoc
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.schema.values import dumps
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.convert_checks import StreamVerifier
     from ucformat.reading.plan import Verify
-    from ucformat.schema.manifest import TensorDoc
     from ucformat.storage.base import Bytes, Store
 
 __all__ = ["How", "convert", "plan_document", "write"]
@@ -301,7 +301,7 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
             name: put_file(store, f"{assets}/{folder}", source.assets[name])
             for name, folder in folder_names(source.assets).items()
         },
-        tensors=tuple(t.model_copy(update={"at": paths_of(source.metadata, Key(t.name, t.state))}) for t in tensors),
+        tensors=TensorTable.of(replace(t, at=paths_of(source.metadata, k)) for t, k in zip(tensors, keys, strict=True)),
     )
     check_unchanged(source.store, "nothing was committed", TRACKERS)
     return made

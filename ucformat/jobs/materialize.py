@@ -95,7 +95,7 @@ def is_packed(ck: Checkpoint) -> bool:
     Args:
         ck: the checkpoint.
     """
-    return ck.universal is not None and not ck.viewed and any(t.path is None for t in ck.manifest.tensors)
+    return ck.universal is not None and not ck.viewed and any(k.path is None for k in ck.manifest.tensors.kinds)
 
 
 def _in_place(source: Checkpoint, how: How) -> Checkpoint:

@@ -16,7 +16,8 @@ from ucformat.format.sidecar import encode
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import single_extents
 from ucformat.jobs.dependents import find_homes, need
-from ucformat.schema.manifest import SidecarDoc, SourceFileDoc, TensorDoc
+from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
+from ucformat.schema.tensors import TensorDoc
 from ucformat.settings import allow_root
 from ucformat.storage.base import HIDDEN
 from ucformat.storage.watched import find_watched
@@ -126,8 +127,7 @@ def put_sidecar(
         for file in placed.files:  # reading many files checks only their sizes
             watching.note(file)
     sidecar = SidecarDoc(**doc.model_dump(), roots=tuple(placed.roots), sources=sources)
-    docs = (TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in placed.infos)
-    return sidecar, tuple(docs)
+    return sidecar, tuple(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in placed.infos)
 
 
 def _sources(

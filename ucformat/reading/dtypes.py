@@ -1,4 +1,4 @@
-"""NumPy dtypes for the names in `schema.dtypes`; bfloat16 and float8 come from `ml_dtypes`."""
+"""NumPy dtypes for the names in `schema.tensors`; bfloat16 and float8 come from `ml_dtypes`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from ucformat.errors import UsageError
-from ucformat.schema.dtypes import FLOATS, ITEMSIZE
+from ucformat.schema.tensors import FLOATS, ITEMSIZE
 
 __all__ = ["dtype_name", "fill_value", "numpy_dtype"]
 
@@ -17,7 +17,7 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     """The little-endian NumPy dtype of a name.
 
     Args:
-        name: a name of `schema.dtypes`.
+        name: a name of `schema.tensors`.
 
     Raises:
         UsageError: the name is unknown.
@@ -46,7 +46,7 @@ def fill_value(name: str) -> object:
     """Zarr's `fill_value` in JSON: NaN if the dtype has it, so that no reader takes missing data for zeros.
 
     Args:
-        name: a name of `schema.dtypes`.
+        name: a name of `schema.tensors`.
     """
     if name.startswith("complex"):
         return ["NaN", "NaN"]

@@ -29,6 +29,7 @@ __all__ = [
     "path_to_json",
 ]
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 #: Files that name the last checkpoint of a run. They change while older checkpoints are read, and are no part of them.
@@ -77,20 +78,20 @@ def _key(text: str) -> str | int:
     return IntKey(number) if number != text and number.lstrip("-").isdecimal() else text.removeprefix("$")
 
 
-class LazyMapping(Mapping[str, T]):
+class LazyMapping(Mapping[K, T]):
     """A mapping that is read when it is first used."""
 
-    def __init__(self, read: Callable[[], Mapping[str, T]]) -> None:
+    def __init__(self, read: Callable[[], Mapping[K, T]]) -> None:
         self._read = read
 
     @cached_property
-    def _value(self) -> Mapping[str, T]:
+    def _value(self) -> Mapping[K, T]:
         return self._read()
 
-    def __getitem__(self, key: str) -> T:
+    def __getitem__(self, key: K) -> T:
         return self._value[key]
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[K]:
         return iter(self._value)
 
     def __len__(self) -> int:

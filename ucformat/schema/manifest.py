@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.tensors import Digest, Size, StatePath, TensorTable  # noqa: TC001 - pydantic reads them
 from ucformat.schema.values import Finite, Instant, Number, Time, Values  # noqa: TC001 - pydantic reads them
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "Manifest",
     "SidecarDoc",
     "SourceFileDoc",
-    "TensorDoc",
     "WriterDoc",
     "is_of_unknown_kind",
     "manifest_json_schema",
@@ -38,35 +37,12 @@ ATTEMPT = "[0-9a-f]{20}"
 #: The greatest count of commits: every database and every JSON reader is exact up to it.
 MOST_COMMITS = 2**53 - 1
 
-Size = Annotated[int, Field(ge=0)]
 Edge = Annotated[int, Field(ge=1)]
-Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|xxh3:[0-9a-f]{32})$")]
-Folder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~%/-]+$")]
-DType = Annotated[str, Field(json_schema_extra={"enum": list(ITEMSIZE)})]
 Commits = Annotated[int, Field(ge=1, le=MOST_COMMITS)]
-StatePath = tuple[str | int, ...]
 
 
 class _Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class TensorDoc(_Document):
-    """One tensor in one state. With `path` it is a Zarr array; without, the sidecar lists its extents.
-
-    `at` are its paths in the state of the program that saved: several of tied names.
-    """
-
-    name: str
-    state: str
-    dtype: DType
-    shape: tuple[Size, ...]
-    chunk: tuple[Edge, ...] | None = None
-    shard: tuple[Edge, ...] | None = None
-    nbytes: Size
-    digest: Digest | None = None
-    path: Folder | None = None
-    at: tuple[StatePath, ...] = ()
 
 
 class GridDoc(_Document):
@@ -162,6 +138,8 @@ class Manifest(_Document):
     "Digests"); None before it has one.
     """
 
+    model_config = ConfigDict(cache_strings="keys")  # the digests of a million tensors are all different
+
     format: Literal["ucformat"] = "ucformat"
     version: Literal[1] = 1
     requires: tuple[str, ...] = ()
@@ -184,7 +162,7 @@ class Manifest(_Document):
     grid: GridDoc | None = None
     writers: tuple[WriterDoc, ...] = ()
     verified: VerifiedDoc | None = None
-    tensors: tuple[TensorDoc, ...]
+    tensors: TensorTable
     digest: Digest | None = None
 
     @property
@@ -230,7 +208,7 @@ def is_of_unknown_kind(fault: str, place: tuple[str | int, ...], value: object) 
     """
     if not isinstance(value, str) or not place:
         return False
-    if place[-1] == "digest":
+    if place[-1] == "digest" or place[:2] == ("tensors", "digest"):
         return fault == "string_pattern_mismatch" and value.partition(":")[0] not in _DIGESTS and ":" in value
     return fault == "literal_error" and place[0] == "lineage" and place[-1] == "kind"
 

@@ -71,7 +71,7 @@ class TensorIndex:
         Args:
             name: the name.
             state: the state: `weight`, or an optimizer state.
-            dtype: the data type, by its name in `schema.dtypes`.
+            dtype: the data type, by its name in `schema.tensors`.
             shape: the shape.
             locate: finds its extents.
 

@@ -253,7 +253,7 @@ class ItemValues:
 
     def lazy_groups(
         self,
-    ) -> tuple[LazySequence[Mapping[str, Any]], LazySequence[Place | None], LazyMapping[int]]:
+    ) -> tuple[LazySequence[Mapping[str, Any]], LazySequence[Place | None], LazyMapping[str, int]]:
         """The groups of all optimizers, the place of each, and the number of the group of each parameter."""
         groups = LazySequence(lambda: tuple(group for some in self._placed for group, _ in some or ()))
         places = LazySequence(lambda: tuple(place for some in self._placed for _, place in some or ()))

@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucformat.schema.dtypes import ITEMSIZE
+from ucformat.schema.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A torch dtype, by its name in `schema.dtypes`."""
+    """A torch dtype, by its name in `schema.tensors`."""
 
     name: str
 

@@ -182,7 +182,8 @@ def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> Tenso
 
 def _equal(ck: Checkpoint, a: str, b: str, held: Iterable[Box]) -> bool:
     """Whether two stored weights are equal: by their digests, or without these in the boxes that this rank holds."""
-    docs = [{t.state: t for t in ck.manifest.tensors if t.name == n and t.state in PARAMETER} for n in (a, b)]
+    table = ck.manifest.tensors
+    docs = [{t.state: t for t in map(table.__getitem__, table.rows(n)) if t.state in PARAMETER} for n in (a, b)]
     if docs[0].keys() != docs[1].keys():
         return False
     for state, one in docs[0].items():

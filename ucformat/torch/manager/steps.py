@@ -125,7 +125,7 @@ def read_step(url: str, step: int) -> RunStep:
         NotACheckpoint: there is none.
     """
     manifest, _ = read_manifest(open_store(url))
-    nbytes = sum(t.nbytes for t in manifest.tensors)
+    nbytes = manifest.tensors.nbytes
     return RunStep(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits)
 
 

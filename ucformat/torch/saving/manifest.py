@@ -17,7 +17,8 @@ from ucformat.format.digest import bytes_digest
 from ucformat.format.universal import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import Place, path_to_json
-from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, TensorDoc, WriterDoc
+from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, WriterDoc
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.schema.values import dumps
 from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import message
@@ -160,16 +161,14 @@ def manifest_of(
         encoded = sidecar_of(plan.tensors, plan.items, plan.pieces, data)
         doc = put_file(store, f"{data}/extents.safetensors", encoded)
         sidecar = SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=doc.digest)
-        infos = (t.info for t in plan.tensors)
-        docs = [TensorDoc(name=i.name, state=i.state, dtype=i.dtype, shape=i.shape, nbytes=i.nbytes) for i in infos]
+        docs = (TensorDoc(i.name, i.state, i.dtype, i.shape) for i in (t.info for t in plan.tensors))
     else:
         grid = grid_doc(options.chunk_bytes, options.shard_bytes)
         leaves: list[dict[tuple[int, ...], bytes]] = [{} for _ in plan.tensors]
         for w in written:
             for tensor, at, found in w.leaves:
                 leaves[tensor][at] = found
-        docs = [array_doc(a, found) for a, found in zip(assignment.arrays(options), leaves, strict=True)]
-    docs = [doc.model_copy(update={"at": at}) for doc, at in zip(docs, plan.paths, strict=True)]
+        docs = (array_doc(a, found) for a, found in zip(assignment.arrays(options), leaves, strict=True))
     first = written[0].state
     return Manifest(
         id=new_id(),
@@ -193,7 +192,7 @@ def manifest_of(
         sidecar=sidecar,
         grid=grid,
         writers=tuple(WriterDoc(nbytes=w.nbytes, seconds=w.seconds, stall=w.state.stall) for w in written),
-        tensors=tuple(docs),
+        tensors=TensorTable.of(replace(doc, at=at) for doc, at in zip(docs, plan.paths, strict=True)),
     )
 
 

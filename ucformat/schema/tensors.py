@@ -1,0 +1,329 @@
+"""The tensors of a manifest, as columns of a table; and the data types that they may have (docs/spec.md, "Tensors").
+
+A table of a million tensors is parsed and checked as columns. A TensorDoc is made for the rows that somebody asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from operator import add, lt
+from typing import TYPE_CHECKING, Annotated, Any, Self
+from urllib.parse import quote
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic_core import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+__all__ = ["FLOATS", "ITEMSIZE", "Digest", "KindDoc", "Size", "StatePath", "TensorDoc", "TensorTable", "quoted"]
+
+#: Bytes of one element, by the name of the dtype, which is that of Zarr v3 and TensorStore.
+ITEMSIZE: dict[str, int] = {
+    "bool": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+FLOATS = frozenset(n for n in ITEMSIZE if n.startswith(("float", "bfloat", "complex")))
+
+Size = Annotated[int, Field(ge=0)]
+Edge = Annotated[int, Field(ge=1)]
+Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|xxh3:[0-9a-f]{32})$")]
+Folder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~%/-]+$")]
+DType = Annotated[str, Field(json_schema_extra={"enum": list(ITEMSIZE)})]
+StatePath = tuple[Annotated[str | Annotated[int, Field(strict=True)], Field(union_mode="left_to_right")], ...]
+
+_Number = Annotated[int, Field(strict=True, ge=0, lt=2**31)]  # of a row or an entry
+_Row = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+_Part = Annotated[str | Annotated[int, Field(strict=True)] | tuple[str, str], Field(union_mode="left_to_right")]
+_Template = tuple[_Part, ...]
+
+if TYPE_CHECKING:
+    _Column = Sequence[int]
+else:  # 4 bytes for each row instead of 40
+    _Column = Annotated[list[_Number], AfterValidator(lambda rows: array("i", rows)), PlainSerializer(list)]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDoc:
+    """One tensor in one state. With `path` it is a Zarr array; without, the sidecar lists its extents.
+
+    `at` are its paths in the state of the program that saved: several of tied names.
+    """
+
+    name: str
+    state: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...] | None = None
+    shard: tuple[int, ...] | None = None
+    digest: str | None = None
+    path: str | None = None
+    at: tuple[StatePath, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+class KindDoc(BaseModel):
+    """What many tensors have in common.
+
+    Attributes:
+        state: the state.
+        dtype: the dtype.
+        shape: the shape.
+        chunk: the shape of a chunk; None if the tensors are not arrays.
+        shard: the shape of a shard, likewise.
+        path: the folder of the arrays' folders, likewise.
+        at: the paths in the state of the program, in which a pair of texts stands for these with the tensor's name
+            between them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    state: str
+    dtype: DType
+    shape: tuple[Size, ...]
+    chunk: tuple[Edge, ...] | None = None
+    shard: tuple[Edge, ...] | None = None
+    path: Folder | None = None
+    at: tuple[_Template, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements of one tensor."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+class TensorTable(BaseModel):
+    """All tensors of a manifest: a sequence of TensorDoc, in the order of the training program, stored as columns.
+
+    Attributes:
+        names: the names, each once.
+        kinds: the kinds of tensors, each once.
+        name: for each tensor, the number of its name.
+        kind: for each tensor, the number of its kind.
+        digest: for each tensor, its digest; empty if none has one.
+        path: the folders of arrays whose folder is not the name as `quoted`, by the number of the tensor.
+        at: the paths in the state of the program that are not those of the kind, by the number of the tensor.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", arbitrary_types_allowed=True)
+
+    names: list[str]
+    kinds: list[KindDoc]
+    name: _Column
+    kind: _Column
+    digest: list[Digest | None] = []
+    path: dict[_Row, Folder] = {}
+    at: dict[_Row, tuple[StatePath, ...]] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        rows = len(self.name)
+        if len(self.kind) != rows or len(self.digest) not in (0, rows):
+            raise ValueError(f"the columns have {rows}, {len(self.kind)} and {len(self.digest)} rows")
+        if max(self.name, default=-1) >= len(self.names) or max(self.kind, default=-1) >= len(self.kinds):
+            raise ValueError("a tensor has the number of no name or kind")
+        if len(self._numbers) != len(self.names):
+            raise ValueError("a name is listed twice")
+        if any(int(row) >= rows for row in (*self.path, *self.at)):
+            raise ValueError("a path is that of no tensor")
+        if any(self.kinds[self.kind[int(row)]].path is None for row in self.path):
+            raise ValueError("a tensor that is no array has a folder")
+        return self
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorDoc]) -> Self:
+        """The table of tensors.
+
+        Args:
+            tensors: the tensors, in order.
+        """
+        names: dict[str, int] = {}
+        kinds: dict[tuple[Any, ...], int] = {}
+        name, kind, paths, at = array("i"), array("i"), {}, {}
+        digests: list[str | None] = []
+        for t in tensors:
+            folder, templates = None, tuple(_template(path, t.name) for path in t.at)
+            if t.path is not None:
+                folder = t.path.rpartition("/")[0] or t.path
+                if t.path != f"{folder}/{quoted(t.name)}":
+                    paths[str(len(name))] = t.path
+            if any(template == path for template, path in zip(templates, t.at, strict=True)):  # no kind shares it
+                at[str(len(name))], templates = t.at, ()
+            name.append(names.setdefault(t.name, len(names)))
+            key = (t.state, t.dtype, t.shape, t.chunk, t.shard, folder, templates)
+            kind.append(kinds.setdefault(key, len(kinds)))
+            digests.append(t.digest)
+        fields = ("state", "dtype", "shape", "chunk", "shard", "path", "at")
+        return cls(
+            names=list(names),
+            kinds=[KindDoc(**dict(zip(fields, k, strict=True))) for k in kinds],
+            name=name.tolist(),
+            kind=kind.tolist(),
+            digest=digests if any(digests) else [],
+            path=paths,
+            at=at,
+        )
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def __getitem__(self, row: int) -> TensorDoc:
+        row = range(len(self))[row]
+        kind = self.kinds[self.kind[row]]
+        return TensorDoc(
+            self.names[self.name[row]],
+            *(kind.state, kind.dtype, kind.shape, kind.chunk, kind.shard),
+            digest=self.digest[row] if self.digest else None,
+            path=self.folder(row),
+            at=self.at_of(row),
+        )
+
+    def __iter__(self) -> Iterator[TensorDoc]:  # type: ignore[override]
+        return map(self.__getitem__, range(len(self)))
+
+    def folder(self, row: int) -> str | None:
+        """The folder of an array; None if the tensor is none.
+
+        Args:
+            row: the number of the tensor.
+        """
+        folder = self.kinds[self.kind[row]].path
+        if folder is None:
+            return None
+        listed = self.path.get(str(row)) if self.path else None
+        return f"{folder}/{quoted(self.names[self.name[row]])}" if listed is None else listed
+
+    def at_of(self, row: int) -> tuple[StatePath, ...]:
+        """The paths of a tensor in the state of the program that saved.
+
+        Args:
+            row: the number of the tensor.
+        """
+        if self.at and (listed := self.at.get(str(row))) is not None:
+            return listed
+        name = self.names[self.name[row]]
+        return tuple(
+            tuple(name.join(p) if isinstance(p, tuple) else p for p in template)
+            for template in self.kinds[self.kind[row]].at
+        )
+
+    def by_kind(self, of: Callable[[KindDoc], Any]) -> Iterator[Any]:
+        """A value for each tensor that depends only on its kind.
+
+        Args:
+            of: returns the value of a kind; it is called once for each.
+        """
+        return map([of(k) for k in self.kinds].__getitem__, self.kind)
+
+    @property
+    def ndims(self) -> list[int]:
+        """The number of dims of each tensor."""
+        return list(self.by_kind(lambda k: len(k.shape)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.by_kind(lambda k: k.nbytes))
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, int]:
+        return dict(zip(self.names, range(len(self.names)), strict=True))
+
+    @cached_property
+    def _order(self) -> Sequence[int]:
+        """The rows, sorted by name."""
+        return array("i", sorted(range(len(self)), key=self.name.__getitem__))
+
+    def rows(self, name: str) -> list[int]:
+        """The numbers of the tensors of a name, in order; empty if there is none.
+
+        Args:
+            name: the name.
+        """
+        number = self._numbers.get(name)
+        if number is None:
+            return []
+        first = bisect_left(self._order, number, key=self.name.__getitem__)
+        last = bisect_left(self._order, number + 1, key=self.name.__getitem__)
+        return list(self._order[first:last])
+
+    def row(self, name: str, state: str) -> int | None:
+        """The number of the tensor of a name and state; None if there is none.
+
+        Args:
+            name: the name.
+            state: the state.
+        """
+        return next((row for row in self.rows(name) if self.kinds[self.kind[row]].state == state), None)
+
+    def repeated(self) -> list[int]:
+        """The numbers of the tensors whose name and state are those of an earlier one."""
+        states = {state: n for n, state in enumerate(dict.fromkeys(k.state for k in self.kinds))}
+        keys = list(map(add, map(len(states).__mul__, self.name), self.by_kind(lambda k: states[k.state])))
+        if all(map(lt, keys, islice(keys, 1, None))) or len(set(keys)) == len(keys):
+            return []
+        seen: set[int] = set()
+        return [row for row, key in enumerate(keys) if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
+
+    def as_json(self) -> bytes:
+        """The table as it stands in a manifest's file: each column is on a line, and so is each name and kind."""
+        between = b",\n   "
+        members = [
+            b'"names": [\n   ' + to_json(self.names)[1:-1].replace(b'","', b'"' + between + b'"') + b"\n  ]",
+            b'"kinds": [\n   '
+            + between.join(k.model_dump_json(exclude_defaults=True).encode() for k in self.kinds)
+            + b"\n  ]",
+            b'"name": ' + to_json(list(self.name)),
+            b'"kind": ' + to_json(list(self.kind)),
+        ]
+        more = {"digest": self.digest, "path": self.path, "at": self.at}
+        members += [b'"%s": %s' % (label.encode(), to_json(column)) for label, column in more.items() if column]
+        return b"{\n  " + b",\n  ".join(members) + b"\n }"
+
+
+def _template(path: StatePath, name: str) -> _Template:
+    """A path with the tensor's name marked in it."""
+    if not name:
+        return path
+    whole = any(part == name for part in path)
+    return tuple(
+        (part[: part.index(name)], part[part.index(name) + len(name) :])
+        if isinstance(part, str) and (part == name if whole else name in part)
+        else part
+        for part in path
+    )
+
+
+def quoted(name: str) -> str:
+    """A name as that of a folder: percent-encoded, except ASCII letters, digits, `.`, `_`, `-`; a leading dot too.
+
+    Args:
+        name: the name of a tensor or state.
+    """
+    folder = quote(name, safe="", errors="surrogatepass").replace("~", "%7E")
+    return "%2E" + folder[1:] if folder.startswith(".") else folder
