@@ -71,6 +71,7 @@ _COPIES_PER_BYTE, _MIN_COPIES = 8, 1 << 20  # items that calls may copy, per byt
 _COLLISIONS_PER_BYTE, _MIN_COLLISIONS = 64, 1 << 24  # possible hash collisions, per byte of the file
 _VIEWED_PER_BYTE, _MIN_VIEWED = 64, 1 << 30  # bytes of tensors, per byte of their storages
 _MAX_SMALL = 1024
+_HASH_OF_ADDRESS: Any = object.__hash__
 _HASHING = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, PurePosixPath)
 
@@ -163,7 +164,7 @@ class _Machine:
         """
         for n, key in enumerate(keys, held):
             kind = type(key)
-            if kind is str or kind.__hash__ is object.__hash__:
+            if kind is str or kind.__hash__ is _HASH_OF_ADDRESS:
                 continue
             if kind is not int or not 0 <= key <= 2 * n + _MAX_SMALL:
                 self.collisions -= n
