@@ -35,8 +35,9 @@ from ucformat.format.shard import write_shard
 from ucformat.format.structure import manifest_bytes
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.dtypes import numpy_dtype
+from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import Manifest, SidecarDoc
-from ucformat.schema.tensors import ITEMSIZE, TensorDoc, TensorTable, quoted
+from ucformat.schema.tensors import TensorDoc, TensorTable, quoted
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ucformat.errors import IntegrityError, NotACheckpoint, UnsafeError, Upgrade
 from ucformat.format.arrays import folder_names
 from ucformat.format.chunking import Grid, tile_shape
 from ucformat.format.digest import own_digest, with_own_digest
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

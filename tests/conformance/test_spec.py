@@ -19,8 +19,9 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 from ucformat.format.arrays import array_json
 from ucformat.format.chunking import Grid
 from ucformat.geometry.tensor import Key
+from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import AttemptDoc, LineageDoc, Manifest, SourceFileDoc
-from ucformat.schema.tensors import ITEMSIZE, KindDoc, TensorDoc, TensorTable
+from ucformat.schema.tensors import KindDoc, TensorDoc, TensorTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,9 +18,10 @@ from ucformat.format.attempts import record_key
 from ucformat.format.chunking import Grid
 from ucformat.format.commit import begin, commit, new_id, on_commit
 from ucformat.format.structure import read_manifest
+from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import TombstoneDoc
 from ucformat.schema.manifest import Manifest, manifest_json_schema
-from ucformat.schema.tensors import ITEMSIZE, TensorTable
+from ucformat.schema.tensors import TensorTable
 from ucformat.storage.base import content_version
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import WrappedStore

@@ -17,7 +17,7 @@ from ucformat.format.chunking import Grid
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.dtypes import dtype_name, fill_value, numpy_dtype
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

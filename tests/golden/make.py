@@ -30,8 +30,9 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.reading.dtypes import dtype_name
+from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import FORMAT_VERSION, GroupDoc, Manifest, SidecarDoc
-from ucformat.schema.tensors import ITEMSIZE, TensorDoc, TensorTable
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 

@@ -20,7 +20,7 @@ from ucformat.jobs import compare as module
 from ucformat.jobs.compare import TensorDifference, compare, compare_values
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.readable import CheckpointMetadata
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import RecordingStore

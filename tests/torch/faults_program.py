@@ -71,14 +71,15 @@ def error_of() -> Iterator[dict[str, Any]]:
 
 
 def hook_writes(act: Callable[[int], None]) -> None:
-    """Call `act` with the bytes written so far, before each write to a file of data."""
+    """Call `act` with the bytes written so far, after every 4 KiB of data."""
     total = 0
 
     def hooked(fd: int, data: memoryview) -> None:
         nonlocal total
-        act(total)
-        total += data.nbytes
-        write_all(fd, data)
+        for start in range(0, data.nbytes, 4096):
+            act(total)
+            write_all(fd, data[start : start + 4096])
+            total += len(data[start : start + 4096])
 
     mock.patch("ucformat.storage.local.write_all", hooked).start()
 

@@ -50,7 +50,8 @@ def packed(items: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkpo
         for item, piece in mine:
             held = items[rank][item]
             box = held.boxes[piece]
-            parts.append((held.info, box, arrays[held.info.name][(..., *slices(box))]))
+            raw = arrays[held.info.name].view(f"V{held.info.itemsize}")  # elements have no dtype
+            parts.append((held.info, box, raw[(..., *slices(box))]))
         written: list[int] = []
         write_packed(store, packed_file(data, rank), parts, written.append)
         told += sum(written)

@@ -13,7 +13,6 @@ from ucformat.catalog.columns import storable_text
 from ucformat.catalog.models import BLOCK, Checkpoint, Digest, Form, Location, Tensor, TensorSet
 from ucformat.catalog.rows import insert_if_absent, insert_rows
 from ucformat.errors import Conflict
-from ucformat.schema.tensors import TensorTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from ucformat.schema.manifest import Manifest
-    from ucformat.schema.tensors import KindDoc
+    from ucformat.schema.tensors import KindDoc, TensorTable
 
 __all__ = [
     "TensorEntry",
@@ -90,7 +89,7 @@ def manifest_content(manifest: Manifest) -> str | None:
         The hash in hexadecimal; None if no file can hold the manifest because its text is not Unicode.
     """
     try:
-        read = manifest.model_copy(update={"tensors": TensorTable.of(())}).as_read()
+        read = manifest.model_copy(update={"tensors": manifest.tensors.of(())}).as_read()
     except ValueError:
         return None
     return _sha256(

@@ -12,8 +12,9 @@ from ucformat.errors import UnsupportedError
 from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid
 from ucformat.format.digest import bytes_digest, tensor_digest
 from ucformat.geometry.tensor import Key
+from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import FileDoc, GridDoc
-from ucformat.schema.tensors import ITEMSIZE, TensorDoc, quoted
+from ucformat.schema.tensors import TensorDoc, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -17,7 +17,7 @@ from ucformat.format.structure import MAX_EDGE, MOUNT, Problem, manifest_problem
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
 from ucformat.reading.execute import place_checksum
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from ucformat.errors import Inconsistent, IntegrityError, NotACheckpoint, NotFou
 from ucformat.format.arrays import MAX_DIMS, MAX_SHARDS
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import own_digest, with_own_digest
+from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import is_tombstone
 from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
-from ucformat.schema.tensors import ITEMSIZE
 from ucformat.schema.values import loads
 
 if TYPE_CHECKING:

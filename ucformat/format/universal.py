@@ -23,8 +23,9 @@ from ucformat.reading.readable import (
     path_from_json,
     path_to_json,
 )
+from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import GroupDoc, Manifest
-from ucformat.schema.tensors import ITEMSIZE, TensorDoc, TensorTable
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.schema.values import loads
 from ucformat.storage.local import LocalStore
 from ucformat.storage.watched import WatchedStore

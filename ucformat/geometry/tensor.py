@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, row_major
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

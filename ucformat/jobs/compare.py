@@ -18,7 +18,7 @@ from ucformat.jobs.run import default_workers, run
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.plan import ReadItem
 from ucformat.reading.read import read_flat, read_items
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound
+from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import LineageDoc
-from ucformat.schema.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -29,7 +29,7 @@ from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.record import contradiction, record_verification
 from ucformat.jobs.run import Report, run, workers_for
 from ucformat.references import open_reference
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.storage.strided import crc32
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from ucformat.errors import UsageError
-from ucformat.schema.tensors import FLOATS, ITEMSIZE
+from ucformat.schema import FLOATS, ITEMSIZE
 
 __all__ = ["dtype_name", "fill_value", "numpy_dtype"]
 

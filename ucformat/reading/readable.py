@@ -123,6 +123,9 @@ class LazySequence(Sequence[T]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __repr__(self) -> str:
+        return repr(self._value)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -1,4 +1,4 @@
-"""The tensors of a manifest, as columns of a table; and the data types that they may have (docs/spec.md, "Tensors").
+"""The tensors of a manifest, as columns of a table (docs/spec.md, "Tensors").
 
 A table of a million tensors is parsed and checked as columns. A TensorDoc is made for the rows that somebody asks for.
 """
@@ -18,33 +18,12 @@ from urllib.parse import quote
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, model_validator
 from pydantic_core import to_json
 
+from ucformat.schema import ITEMSIZE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["FLOATS", "ITEMSIZE", "Digest", "KindDoc", "Size", "StatePath", "TensorDoc", "TensorTable", "quoted"]
-
-#: Bytes of one element, by the name of the dtype, which is that of Zarr v3 and TensorStore.
-ITEMSIZE: dict[str, int] = {
-    "bool": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
-}
-
-FLOATS = frozenset(n for n in ITEMSIZE if n.startswith(("float", "bfloat", "complex")))
+__all__ = ["Digest", "KindDoc", "Size", "StatePath", "TensorDoc", "TensorTable", "quoted"]
 
 Size = Annotated[int, Field(ge=0)]
 Edge = Annotated[int, Field(ge=1)]

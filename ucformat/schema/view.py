@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 
 __all__ = ["STEPS", "Count", "Index", "Labelled", "Names", "Step", "Text", "Written"]
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError, UpgradeNeeded
 from ucformat.reading.readable import json_key
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor, Stream
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import Box
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.views.table import Entry, Formula, compose, part_of, renamed
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Extent, TensorList
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.dcp.folder import METADATA
 from ucformat.sources.dcp.metadata import Items, Metadata, read_metadata
 from ucformat.sources.dcp.opened import ItemValues, OpenDcp, plain_value

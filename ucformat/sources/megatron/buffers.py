@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import align_up, flat_boxes, flat_extents, flat_range
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -19,7 +19,7 @@ from ucformat.geometry.coverage import prove
 from ucformat.geometry.flat_buffer import flat_boxes, flat_extents
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.geometry.view import Part, View
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -23,7 +23,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_extents
 from ucformat.geometry.tensor import Extent
 from ucformat.reading.readable import FileRecord
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import OpaqueFile
 from ucformat.sources.pickle.unpickler import unpickle
 from ucformat.storage.base import ByteRange

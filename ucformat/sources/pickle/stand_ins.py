@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.pickle.allowed import checked_key, dtype_text, resolve, sizes
 from ucformat.sources.pickle.stand_ins import (
     Inert,

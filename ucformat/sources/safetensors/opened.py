@@ -20,7 +20,7 @@ from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.reading.readable import CheckpointMetadata
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import check_index, check_shards, present_shards, read_weight_map
 from ucformat.sources.values import to_json

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from ucformat.errors import IntegrityError, UnsupportedError
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 
 __all__ = [
     "Array",

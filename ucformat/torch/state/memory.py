@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ucformat.errors import UsageError
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

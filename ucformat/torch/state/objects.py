@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ucformat.errors import UnsafeError, UnsupportedError, UsageError
-from ucformat.schema.tensors import ITEMSIZE
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import Dtype, NdArray, Opaque, Stream
 from ucformat.sources.values import from_json, to_json
 from ucformat.torch.state.elements import host_memory
