@@ -64,10 +64,11 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> Run:
     peak = _Peak(pid)
     _, status, usage = os.wait4(pid, 0)
     seconds = time.perf_counter() - begun
+    most = peak.stop()
     if status:
         raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-2000:]}")
     processor = usage.ru_utime + usage.ru_stime
-    return Run(seconds, peak.stop(), processor, usage.ru_stime)  # not ru_maxrss, which begins with our own
+    return Run(seconds, most, processor, usage.ru_stime)  # not ru_maxrss, which begins with our own
 
 
 class _Peak:
