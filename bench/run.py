@@ -27,6 +27,7 @@ BENCHMARKS = {
     "grids": "Chunk grids",
     "s3": "From S3",
     "train": "In the training loop",
+    "ranks": "Plans of many ranks",
     "large": "A state of 8 GB",
     "catalog": "Catalog",
     "register": "Registering a tree again",

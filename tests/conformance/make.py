@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import hashlib
 import json
 import math
@@ -167,9 +168,61 @@ def rows() -> tuple[Columns, Files]:
     return columns, {f"{DATA}/rank{k}.bin": bytes(file) for k, file in enumerate(files)}
 
 
+DESCRIBED: dict[str, Any] = {
+    "tensors": 5,
+    "folder": DATA,
+    "meshes": [{"sizes": [2, 2], "strides": [2, 1]}, {"sizes": [3], "ranks": [4, 0, 2]}],
+    "distributions": [
+        {"mesh": 1},
+        {"mesh": 0, "cuts": [[0, 1], [1, 0]]},
+        {"mesh": 0, "cuts": [[1, 0]], "flat": 1, "part": 13},
+        {"mesh": 1, "flat": 0, "part": 4},
+    ],
+}
+
+
+def described_rows() -> tuple[Columns, Files]:
+    """Each tensor as a mesh has stored it: whole, cut along both dims, in parts of a flat buffer, without elements."""
+    from ucformat.format.distribution import Cut, Distribution, RankMesh
+
+    columns: Columns = {name: [] for name in (*ROWS, *DIMS)}
+    more: Columns = {name: [] for name in ("described", "distribution", "writer", "position", "described_tile")}
+    files: dict[int, bytearray] = {rank: bytearray() for rank in range(5)}
+    meshes = [RankMesh((2, 2), 0, (2, 1)), RankMesh((3,), listed=(4, 0, 2))]
+    known = [
+        Distribution(meshes[d["mesh"]], tuple(Cut(*c) for c in d.get("cuts", ())), d.get("flat"), d.get("part", 0))
+        for d in DESCRIBED["distributions"]
+    ]
+    held = list(arrays().values())
+    for number, which, writer, position, tile in (
+        (2, 0, 1, 0, ()), (4, 0, 2, 0, (1, 1)), (0, 1, 0, 0, (2, 4)), (1, 2, 0, 9, (2, 2)), (3, 3, 0, 3, (5,)),
+    ):  # fmt: skip
+        a = held[number]
+        d = dataclasses.replace(known[which], position=position)
+        for name, value in zip(more, (number, which, writer, position), strict=False):
+            more[name].append(value)
+        more["described_tile"] += tile
+        for at in product(*map(range, d.mesh.sizes)):
+            file = files[int(d.mesh.ranks[at])]
+            for box in d.boxes(a.shape, at) if d.copy_of(at) == writer else ():
+                file += bytes(-len(file) % 64)
+                ranges = zip(box.start, box.stop, tile, strict=True)
+                bounds = [[(max(a, r), min(b, r + t)) for r in range(a // t * t, b, t)] for a, b, t in ranges]
+                for one in product(*bounds):
+                    data = a[tuple(slice(*bound) for bound in one)].tobytes()
+                    name = f"rank-{int(d.mesh.ranks[at]):05}"
+                    file += data + placed_in(name, len(file), data)
+    return {**columns, **more}, {f"{DATA}/rank-{rank:05}.bin": bytes(data) for rank, data in files.items()}
+
+
 def placed(file: int, offset: int, data: bytes) -> bytes:
     """The checksum of a tile, and of the place where it lies."""
-    return crc32c(f"{ATTEMPT}/rank{file}.bin".encode() + struct.pack("<Q", offset) + data).to_bytes(4, "little")
+    return placed_in(f"rank{file}", offset, data)
+
+
+def placed_in(name: str, offset: int, data: bytes) -> bytes:
+    """The same, in a file of any name."""
+    return crc32c(f"{ATTEMPT}/{name}.bin".encode() + struct.pack("<Q", offset) + data).to_bytes(4, "little")
 
 
 def sidecar(columns: Columns, files: list[str], **changed: Any) -> bytes:
@@ -198,12 +251,19 @@ def pack(name: str, values: list[int]) -> bytes:
 
 def packed_files(columns: Columns, files: Files, names: list[str] | None = None, **changed: Any) -> Files:
     """A packed checkpoint of these extents."""
-    data = sidecar(columns, names or list(files), **changed)
+    data = sidecar(columns, list(files) if names is None else names, **changed)
     path = f"{DATA}/extents.safetensors"
     tensors = TensorTable.of(TensorDoc(n, s, dtype, shape) for (n, s), (dtype, shape) in SHAPES.items())
     doc = SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data))
     made = manifest_bytes(Manifest.model_validate(facts(tensors=tensors, sidecar=doc)))
     return {**files, path: data, "manifest.json": made}
+
+
+def described_files(columns: Columns | None = None, **changed: Any) -> Files:
+    """A packed checkpoint whose sidecar describes all tensors; `columns` and members of the description may differ."""
+    found, files = described_rows()
+    told = json.dumps({**DESCRIBED, **changed})
+    return packed_files({**found, **(columns or {})}, files, [], described=told)
 
 
 def virtual_files() -> Files:
@@ -305,6 +365,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "arrays": ("arrays, objects in every spelling, an asset, an alias, a NaN metric", flat, all_of_it),
         "packed": ("blocks of all four kinds of checksum, tiles, replicas, a stride", packed_files(columns, files), expected()),
         "packed-permuted": ("the rows of the sidecar in another order", packed_files(permuted, files), expected()),
+        "described": ("tensors that the sidecar describes", described_files(), expected()),
         "required": ("no member of the manifest but those that are required", edited(flat, lambda m: [m.pop(k) for k in [*m] if k not in few]), expected()),
         "unknown": ("unknown members, an unknown state", edited(renamed, unknown), tomorrow),
         "spelled-out": ("a table of tensors that is longer than it need be", edited(flat, spelled_out), all_of_it),
@@ -409,7 +470,7 @@ def main(folder: Path = CASES) -> None:
     bases: dict[str, Files] = {}
     for name, (says, files, want) in valid().items():
         put(folder, name, files, {"says": says, **want}, bases)
-        if name in ("arrays", "packed", "virtual"):
+        if name in ("arrays", "packed", "described", "virtual"):
             bases[name] = files
     for name, (fault, says, files) in invalid().items():
         error, _, stage = fault.partition(":")

@@ -14,6 +14,7 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
@@ -23,7 +24,7 @@ from crc32c import crc32c
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -95,6 +96,9 @@ def folder_of(name: str) -> str:
     """The folder of an array, if none is listed."""
     plain = quote(name, safe="").replace("~", "%7E")
     return "%2E" + plain[1:] if plain.startswith(".") else plain
+
+
+DESCRIBED = ("described", "distribution", "writer", "position")
 
 
 @dataclass
@@ -303,7 +307,8 @@ class Checkpoint:
         rows = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
         dims = ("start", "shape", "strides")
         need({*rows, *dims} <= set(header), "columns are missing")
-        need(set(header) <= {*rows, *dims, "tile"}, "unknown columns", Upgrade)
+        known = {*rows, *dims, "tile", *(("described_tile", *DESCRIBED) if "described" in meta else ())}
+        need(set(header) <= known, "unknown columns", Upgrade)
         files = strict(meta["files"].encode())
         need(isinstance(files, list), "files")
         for file in files:
@@ -348,6 +353,64 @@ class Checkpoint:
             e = Extent(files[row["file"]], row["offset"], block, **box)
             self._check_extent(e, self.tensors[row["tensor"]])
             out[row["tensor"]].append(e)
+        if "described" in meta:
+            need({*DESCRIBED, "described_tile"} <= set(header), "columns are missing")
+            for number, found in self._described(strict(meta["described"].encode()), column).items():
+                need(not out[number], "a tensor is described and listed")
+                out[number] = found
+        return out
+
+    def _described(self, told: Any, column: Callable[[str, int], list[int]]) -> dict[int, list[Extent]]:
+        need(isinstance(told, dict) and set(told) == {"tensors", "folder", "meshes", "distributions"}, "described")
+        need(re.fullmatch("data/[^/]+", told["folder"]) and whole(told["tensors"]), "described")
+        meshes = [mesh(m) for m in told["meshes"]]
+        rows = list(zip(*(column(name, told["tensors"]) for name in DESCRIBED), strict=True))
+        need(all(0 <= row[0] < len(self.tensors) for row in rows), "a tensor that is none")
+        tiles = column("described_tile", sum(len(self.tensors[row[0]]["shape"]) for row in rows))
+        out: dict[int, list[Extent]] = {}
+        ends: dict[int, int] = {}
+        groups: list[Any] = []
+        for number, which, writer, position in rows:
+            shape, size = self.tensors[number]["shape"], SIZES[self.tensors[number]["dtype"]]
+            tile, tiles = tiles[: len(shape)], tiles[len(shape) :]
+            need(0 <= which < len(told["distributions"]) and number not in out and all(t > 0 for t in tile), "a row")
+            d = {"cuts": [], "flat": None, "part": 0, **told["distributions"][which]}
+            need(set(d) == {"mesh", "cuts", "flat", "part"} and 0 <= d["mesh"] < len(meshes), "a distribution")
+            sizes, ranks = meshes[d["mesh"]]
+            axes = [axis for _, axis in d["cuts"]] + ([] if d["flat"] is None else [d["flat"]])
+            need(len(set(axes)) == len(axes) and all(0 <= a < len(sizes) for a in axes), "axes")
+            need(all(0 <= dim < len(shape) for dim, _ in d["cuts"]) and position >= 0, "a row")
+            need(d["part"] > 0 if d["flat"] is not None else (d["part"], position) == (0, 0), "a flat buffer")
+            group = (which,) if d["flat"] is not None else (which, shape, size, tile)
+            need(group not in groups[:-1] and not (len(group) > 1 and groups and len(groups[-1]) == 1), "the order")
+            groups += [group] if [group] != groups[-1:] else []
+            others = [a for a in range(len(sizes)) if a not in axes]
+            need(0 <= writer < math.prod(sizes[a] for a in others), "a writer")
+            out[number] = []
+            for at, rank in zip(product(*map(range, sizes)), ranks, strict=True):
+                box = [(0, n) for n in shape]
+                for dim, axis in d["cuts"]:
+                    (a, b), step = box[dim], -(-(box[dim][1] - box[dim][0]) // sizes[axis])
+                    box[dim] = (min(b, a + at[axis] * step), min(b, a + (at[axis] + 1) * step))
+                boxes = [box]
+                if d["flat"] is not None:
+                    count = math.prod(b - a for a, b in box)
+                    need(position + count <= d["part"] * sizes[d["flat"]], "a flat buffer is too short")
+                    low = min(max(0, at[d["flat"]] * d["part"] - position), count)
+                    boxes = list(parts(box, low, min(max(0, (at[d["flat"]] + 1) * d["part"] - position), count)))
+                if [at[a] for a in others] != list(np.unravel_index(writer, [sizes[a] for a in others])):
+                    continue
+                for found in boxes:
+                    begin, edges = [a for a, _ in found], [b - a for a, b in found]
+                    if not math.prod(edges):
+                        continue
+                    end = ends.get(rank, 0)
+                    block = None if shape else (end, size, -2)
+                    strides = [0] * (len(shape) - 1) + [size] * bool(shape)
+                    e = Extent(f"{told['folder']}/rank-{rank:05}.bin", end, block, begin, edges, strides, tile)
+                    count = math.prod(len(cuts(e, k)) for k in range(len(shape)))
+                    ends[rank] = -(-(end + math.prod(edges) * size + 4 * count) // 64) * 64
+                    out[number].append(e)
         return out
 
     def _check_extent(self, e: Extent, t: Any) -> None:
@@ -402,6 +465,50 @@ class Checkpoint:
             out[tuple(slice(a - s, b - s) for (a, b), s in zip(tile, e.start, strict=True))] = held
             offset += nbytes + 4
         return out
+
+
+def whole(value: Any, low: int = 0, high: int = 1 << 31) -> bool:
+    """Whether a value is an integer in a range."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
+
+
+def mesh(m: Any) -> tuple[list[int], list[int]]:
+    """The sizes of a mesh, and its ranks in row-major order."""
+    m = {"first": 0, "strides": [], "ranks": [], **m}
+    sizes, strides = m["sizes"], m["strides"]
+    need(set(m) == {"sizes", "first", "strides", "ranks"}, "a mesh")
+    need(all(whole(v) for v in (m["first"], *strides, *m["ranks"])) and all(whole(n, 1) for n in sizes), "a mesh")
+    need(math.prod(sizes) <= 1 << 20, "a mesh")
+    ranks = m["ranks"]
+    if strides:
+        need(len(strides) == len(sizes) and not ranks, "a mesh")
+        ranks = [m["first"] + sum(map(mul, at, strides)) for at in product(*map(range, sizes))]
+    need(len(set(ranks)) == len(ranks) == math.prod(sizes) and max(ranks) < 1 << 20, "a mesh")
+    return sizes, ranks
+
+
+def parts(box: list[tuple[int, int]], low: int, high: int) -> Iterator[list[tuple[int, int]]]:
+    """The boxes of a range of a box's elements, in row-major order."""
+    if low >= high:
+        return
+    if not box:
+        yield []
+        return
+    (begin, _), below = box[0], math.prod(b - a for a, b in box[1:])
+    first, last = -(-low // below), high // below
+    if first > last:  # within one row
+        yield from (
+            [(begin + last, begin + last + 1), *p] for p in parts(box[1:], low - last * below, high - last * below)
+        )
+        return
+    yield from (
+        [(begin + first - 1, begin + first), *p]
+        for p in parts(box[1:], low - (first - 1) * below, below)
+        if low % below
+    )
+    if first < last:
+        yield [(begin + first, begin + last), *box[1:]]
+    yield from ([(begin + last, begin + last + 1), *p] for p in parts(box[1:], 0, high - last * below))
 
 
 def cuts(e: Extent, d: int) -> list[tuple[int, int]]:

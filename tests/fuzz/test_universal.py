@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from tests.fakes import manifest_file
 from tests.fuzz.fuzzing import Files, changed, files_below, harmless, mutated, open_files, stored
 from tests.golden.test_golden import HERE
-from tests.tables import entries
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, UcformatError
 from ucformat.format.digest import bytes_digest, with_own_digest
 from ucformat.format.mounted import is_below
 from ucformat.format.sidecar import Sidecar, decode
 from ucformat.jobs.verify import verify
+from ucformat.schema.tensors import TensorTable
 
 ARRAYS, PACKED = (files_below(HERE / "v1" / name) for name in ("arrays", "packed"))
 SIDECAR = next(data for key, data in PACKED.items() if key.endswith("extents.safetensors"))
-NDIMS = [len(t["shape"]) for t in entries(json.loads(PACKED["manifest.json"]))]
+TENSORS = TensorTable.model_validate(json.loads(PACKED["manifest.json"])["tensors"])
 
 
 def with_manifest(files: Files, document: Any) -> Files:
@@ -52,8 +52,8 @@ def test_mutated_manifests(data: bytes) -> None:
 
 
 def use(data: bytes) -> None:
-    found: Sidecar = decode(data, NDIMS, "extents")
-    for number in range(len(NDIMS)):
+    found: Sidecar = decode(data, TENSORS, "extents")
+    for number in range(len(TENSORS)):
         found.extents(number)
 
 

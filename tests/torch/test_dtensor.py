@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ucformat.errors import LayoutError, UsageError
+from ucformat.format.distribution import Distribution, RankMesh
 from ucformat.torch.saving.assignment import WriteItem, merge_items
 from ucformat.torch.state.elements import elements_of, host_memory, row_major_bytes
 from ucformat.torch.state.local import LocalShard, _dims_candidates, local_of, mesh_of, pieces_in
@@ -110,10 +111,13 @@ def test_cuts_in_any_order_of_the_axes(
     shape, placements, degrees, order = case
     for at in product(*map(range, degrees)):
         tensor = local_by_hand(shape, placements, degrees, order, at)
-        dims = next(iter(_dims_candidates(shape, placements, degrees, at)))
+        dims, cuts = next(iter(_dims_candidates(shape, placements, degrees, at)))
         info = local_of("t", "weight", numbered(shape)).info
         assert tuple(d.size for d in dims) == tuple(tensor.shape)
         assert held(LocalShard(info, pieces_in(tensor, dims), tensor)) == expected(tensor, shape)
+        assert cuts is not None
+        distribution = Distribution(RankMesh.of(tuple(degrees), range(math.prod(degrees))), cuts)
+        assert distribution.boxes(shape, at) == tuple(p.box for p in pieces_in(tensor, dims) if p.box.size)
 
 
 def strided(tensor: torch.Tensor, placements: tuple[Placement, ...], degrees: tuple[int, ...], at: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ucformat.errors import ChecksumError
 from ucformat.format import chunking
 from ucformat.format.arrays import put_file
 from ucformat.format.commit import begin, commit, new_id
+from ucformat.format.described import packed_file
 from ucformat.format.digest import bytes_digest
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import TensorInfo, single_extents
@@ -25,7 +26,7 @@ from ucformat.schema.manifest import Manifest, SidecarDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.memory import MemoryStore
 from ucformat.torch.saving.assignment import WriteItem, assign_pieces, merge_items
-from ucformat.torch.saving.write import packed_file, sidecar_of, write_packed
+from ucformat.torch.saving.write import sidecar_of, write_packed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +57,7 @@ def packed(items: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkpo
         write_packed(store, packed_file(data, rank), parts, written.append)
         told += sum(written)
     assert told == sum(t.info.nbytes for t in tensors)
-    sidecar = sidecar_of(tensors, items, dealt, data)
+    sidecar = sidecar_of([t.info for t in tensors], items, dealt, data)
     doc = put_file(store, f"{data}/extents.safetensors", sidecar)
     infos = [t.info for t in tensors]
     manifest = Manifest(

@@ -177,7 +177,7 @@ def _paths(store: Store, manifest: Manifest) -> Iterable[str]:
 
         path = manifest.sidecar.path
         yield path
-        yield from decode(store.read(path), manifest.tensors.ndims, f"{store.url}/{path}").files
+        yield from decode(store.read(path), manifest.tensors, f"{store.url}/{path}").files
 
 
 TRIES = 10  # to replace a file that others replace too

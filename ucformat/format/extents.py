@@ -12,6 +12,7 @@ import numpy as np
 
 from ucformat.errors import CoverageError
 from ucformat.format.chunking import CHECKSUM_BYTES
+from ucformat.format.described import packed_file
 from ucformat.format.sidecar import NO_BLOCK, block_of
 from ucformat.format.structure import MAX_EDGE, MOUNT, Problem, manifest_problems
 from ucformat.geometry.coverage import prove
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = ["ALIGNMENT", "blocks_of", "consistency_problems", "coverage_problem", "extent_problems", "is_whole"]
+__all__ = ["blocks_of", "consistency_problems", "coverage_problem", "extent_problems", "is_whole"]
 
 _MAX_OFFSET = 1 << 60  # bytes: the sum of two fits in 64 bits
 _BATCH = 1 << 20  # extents that are checked at once
@@ -52,6 +53,8 @@ def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterato
         wrong.add((problem.name, problem.state))
         yield problem
     for number, doc in enumerate(manifest.tensors):
+        if sidecar.described is not None and number in sidecar.described:
+            continue  # a distribution covers its tensor
         if doc.path is None and (doc.name, doc.state) not in wrong:
             info = TensorInfo(doc.name, doc.state, doc.dtype, doc.shape)
             if (reason := coverage_problem(info, sidecar.extents(number))) is not None:
@@ -172,9 +175,6 @@ def _impossible(
     yield "an extent exceeds {file}", good & (size >= 0) & (np.maximum(until, end) > size)
 
 
-#: Bytes: each piece of a packed file begins at a multiple of it, so that the file can be mapped; zeros fill the gaps.
-ALIGNMENT = 64
-
 _READ_BYTES = 4 << 20  # bytes
 
 
@@ -210,6 +210,14 @@ def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
     Yields:
         The key of the file, the number in the manifest of a tensor in the block, and the block.
     """
+    if (described := sidecar.described) is not None:  # in each file before all others
+        stored = [(rank, begin, n, box) for n, *_ in described.rows for rank, box, begin in described.stored(n)]
+        for rank, begin, n, box in sorted(stored):
+            tiling, file = described.tiling(n), packed_file(described.folder, rank)
+            end = begin
+            for tile in tiling.boxes(box):
+                yield file, n, Block(end, tile.size * tiling.itemsize, placed=True)
+                end += tile.size * tiling.itemsize + CHECKSUM_BYTES
     c = sidecar.columns
     rows = np.flatnonzero(c.block_offset != NO_BLOCK)
     tiled = np.flatnonzero(sidecar.tiled)
@@ -222,9 +230,9 @@ def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
         row = int(rows[k])
         file, tensor, crc = sidecar.files[int(c.file[row])], int(c.tensor[row]), int(c.crc32c[row])
         if sidecar.tiled[row]:
-            begin = int(c.offset[row])
+            end = int(c.offset[row])
             for size in sidecar.tile_sizes(row):
-                yield file, tensor, Block(begin, size, placed=True)
-                begin += size + CHECKSUM_BYTES
+                yield file, tensor, Block(end, size, placed=True)
+                end += size + CHECKSUM_BYTES
         else:
             yield file, tensor, block_of(int(at[k]), int(nbytes[k]), crc)

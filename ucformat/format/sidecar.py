@@ -13,13 +13,16 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from ucformat.errors import IntegrityError, UnsafeError, UnsupportedError, UpgradeNeeded, UsageError
+from ucformat.errors import IntegrityError, LayoutError, UnsafeError, UnsupportedError, UpgradeNeeded, UsageError
 from ucformat.format.chunking import Tiling
+from ucformat.format.described import COLUMNS, DESCRIBED_TILE, decode_rows, describe, encode_rows
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent
+from ucformat.schema.documents import DescribedDoc
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ucformat.format.described import Described
     from ucformat.geometry.tensor import Tiles
+    from ucformat.schema.tensors import TensorTable
 
     Column = NDArray[np.int64]
 
@@ -89,10 +94,12 @@ class Columns:
 
 
 class Sidecar:
-    """The checked extents of all tensors of a checkpoint: columns of all, and objects for one tensor at a time."""
+    """The checked extents of a checkpoint, of which objects are made for one tensor at a time."""
 
-    def __init__(self, columns: Columns, files: Sequence[str], ndims: Column) -> None:
-        self.columns, self.files = columns, tuple(files)
+    def __init__(self, columns: Columns, files: Sequence[str], ndims: Column, described: Described | None) -> None:
+        self.columns, self.described = columns, described
+        listed = set(files)
+        self.files = (*files, *(f for f in (described.files if described else ()) if f not in listed))
         self._ndims = ndims
         self._order = np.argsort(columns.tensor, kind="stable")
         self._bounds = np.searchsorted(columns.tensor[self._order], np.arange(len(ndims) + 1))
@@ -119,6 +126,8 @@ class Sidecar:
             number: the tensor's number in the manifest.
             within: only extents that intersect this box of the tensor (default: all).
         """
+        if self.described and number in self.described:
+            return tuple(self.described.extents(number, within))
         c = self.columns
         rows = self._order[self._bounds[number] : self._bounds[number + 1]]
         ndim = self._ndims[number]
@@ -184,12 +193,13 @@ def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
     return encode_columns(columns, list(files))
 
 
-def encode_columns(columns: Columns, files: Sequence[str]) -> bytes:
+def encode_columns(columns: Columns, files: Sequence[str], described: Described | None = None) -> bytes:
     """Encode columns as the file of a sidecar.
 
     Args:
         columns: the extents.
         files: the keys of the files, which `columns.file` numbers.
+        described: further tensors, which have no extents in the columns.
 
     Raises:
         UsageError: the columns have different lengths.
@@ -201,20 +211,25 @@ def encode_columns(columns: Columns, files: Sequence[str]) -> bytes:
         if len(getattr(columns, name)) != rows:
             raise UsageError(f"the column {name} has {len(getattr(columns, name))} rows instead of {rows}")
     if max(n, dims) > _MAX_ROWS:
-        raise UnsupportedError(
-            f"{n} extents of {dims} dims are too many for one sidecar", hint=f"at most {_MAX_ROWS} dims"
-        )
+        raise UnsupportedError(f"{n} extents of {dims} dims are too many for a sidecar; at most {_MAX_ROWS} dims fit")
     packed = {name: _pack(getattr(columns, name), name) for name in (*_ROWS, *by_dim)}
     meta = {"format": "ucformat-extents", "extents": str(n), "files": json.dumps(list(files))}
+    if described:
+        if not described.encoded:
+            more = {name: _pack(column, name) for name, column in encode_rows(described).items()}
+            described.encoded.append((describe(described), more))
+        doc, more = described.encoded[0]
+        meta["described"] = doc.model_copy(update={"folder": described.folder}).model_dump_json(exclude_defaults=True)
+        packed |= more
     return _safetensors(packed, meta)
 
 
-def decode(data: bytes, ndims: Sequence[int], where: str) -> Sidecar:
+def decode(data: bytes, tensors: TensorTable, where: str) -> Sidecar:
     """Decode and check the file of a sidecar.
 
     Args:
         data: the file's content.
-        ndims: the number of dims of each tensor, in the order of the manifest.
+        tensors: of the manifest.
         where: the file's url, for error messages.
 
     Raises:
@@ -223,10 +238,30 @@ def decode(data: bytes, ndims: Sequence[int], where: str) -> Sidecar:
         UpgradeNeeded: a newer ucformat wrote it, with an unknown column or kind of checksum.
     """
     arrays, meta = _parse(data, where)
-    files, of_tensor = _files(meta, where), np.array(ndims, np.int64)
-    columns = _packed(arrays, meta, of_tensor, where)
-    _check(columns, of_tensor, len(files), where)
-    return Sidecar(columns, files, of_tensor)
+    files, ndims = _files(meta, where), np.array(tensors.ndims, np.int64)
+    columns = _packed(arrays, meta, ndims, where)
+    _check(columns, ndims, len(files), where)
+    described = _described(arrays, meta, tensors, ndims, where)
+    if described and any(number in described for number in np.unique(columns.tensor).tolist()):
+        raise IntegrityError(f"{where} describes a tensor that has extents")
+    return Sidecar(columns, files, ndims, described)
+
+
+def _described(
+    arrays: Mapping[str, NDArray[np.uint8]], meta: Mapping[str, str], tensors: TensorTable, ndims: Column, where: str
+) -> Described | None:
+    if "described" not in meta:
+        return None
+    try:
+        doc = DescribedDoc.model_validate_json(meta["described"])
+        columns = {name: _unpack(arrays[name], name, doc.tensors, where) for name in COLUMNS}
+        dims = int(_ndim(columns[COLUMNS[0]], ndims, where).sum())
+        columns[DESCRIBED_TILE] = _unpack(arrays[DESCRIBED_TILE], DESCRIBED_TILE, dims, where)
+        return decode_rows(doc, columns, tensors)
+    except ValidationError as error:
+        raise IntegrityError(f"{where}: its described tensors are damaged: {error.errors()[0]['msg']}") from None
+    except LayoutError as error:
+        raise IntegrityError(f"{where}: {error.message}", hint="restore it from another copy") from None
 
 
 def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[str, str]]:
@@ -240,9 +275,12 @@ def _parse(data: bytes, where: str) -> tuple[dict[str, NDArray[np.uint8]], dict[
         raise IntegrityError(f"{where} is not a ucformat sidecar: {error}") from None
     if form != "ucformat-extents":
         raise IntegrityError(f"{where} is not a ucformat sidecar")
-    if more := set(arrays) - {*_ROWS, *_DIMS, _TILE}:
+    described = {*COLUMNS, DESCRIBED_TILE} if "described" in meta else set()
+    if more := set(arrays) - {*_ROWS, *_DIMS, _TILE} - described:
         raise UpgradeNeeded(f"{where} has the column {min(more)[:100]!r}, which this ucformat does not know")
-    if not {*_ROWS, *_DIMS} <= set(arrays) or any(a.ndim != 1 or a.dtype != np.uint8 for a in arrays.values()):
+    if not {*_ROWS, *_DIMS, *described} <= set(arrays) or any(
+        a.ndim != 1 or a.dtype != np.uint8 for a in arrays.values()
+    ):
         raise IntegrityError(f"{where} is not a ucformat sidecar: columns are missing or have a wrong dtype or shape")
     return arrays, meta
 

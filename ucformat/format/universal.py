@@ -300,7 +300,7 @@ class Universal:
         from ucformat.format.sidecar import decode
 
         where = f"{self.store.url}/{doc.path}"
-        return decode(self.read_file(doc), self.manifest.tensors.ndims, where)
+        return decode(self.read_file(doc), self.manifest.tensors, where)
 
 
 def _place(group: GroupDoc) -> Place | None:

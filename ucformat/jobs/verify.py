@@ -20,8 +20,9 @@ from ucformat.format.audit import (
     wrong_digests,
 )
 from ucformat.format.commit import MANIFEST
-from ucformat.format.extents import ALIGNMENT, coverage_problem
+from ucformat.format.described import ALIGNMENT
 from ucformat.format.extents import consistency_problems as structural
+from ucformat.format.extents import coverage_problem
 from ucformat.format.structure import MOUNT, Problem
 from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key, TensorInfo, single_extents

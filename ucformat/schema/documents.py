@@ -1,8 +1,8 @@
 """The documents that may be beside a manifest.
 
-The tombstone names the files of a checkpoint whose purge has begun. A dependent's document keeps files that a virtual
-checkpoint elsewhere needs from being removed. The catalog's document has what people recorded about a checkpoint, so
-that a catalog can be rebuilt from it.
+The sidecar's metadata describes how ranks held tensors. The tombstone names the files of a checkpoint whose purge has
+begun. A dependent's document keeps files that a virtual checkpoint elsewhere needs from being removed. The catalog's
+document has what people recorded about a checkpoint, so that a catalog can be rebuilt from it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ __all__ = [
     "TOMBSTONE",
     "AliasDoc",
     "CatalogDoc",
+    "DescribedDoc",
+    "DistributionDoc",
     "EdgeDoc",
     "HoldDoc",
+    "MeshDoc",
     "MetricDoc",
     "NeededByDoc",
     "NoteDoc",
@@ -173,3 +176,47 @@ class CatalogDoc(_Document):
     metrics: dict[str, MetricDoc] = {}
     notes: tuple[NoteDoc, ...] = ()
     lineage: tuple[EdgeDoc, ...] = ()
+
+
+_Count = Annotated[int, Field(strict=True, ge=1, lt=1 << 31)]
+_Number = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
+
+
+class MeshDoc(BaseModel):
+    """The mesh of a described tensor: `strides` has an item for each axis, or `ranks` one for each coordinate."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sizes: tuple[_Count, ...]
+    first: _Number = 0
+    strides: tuple[_Number, ...] = ()
+    ranks: tuple[_Number, ...] = ()
+
+
+class DistributionDoc(BaseModel):
+    """A distribution of described tensors: the number of its mesh, and the cuts as pairs of a dim and an axis."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mesh: _Number
+    cuts: tuple[tuple[_Number, _Number], ...] = ()
+    flat: _Number | None = None
+    part: Annotated[int, Field(strict=True, ge=0, le=1 << 60)] = 0
+
+
+class DescribedDoc(BaseModel):
+    """What the sidecar's metadata says about described tensors.
+
+    Attributes:
+        tensors: their number.
+        folder: of the ranks' files.
+        meshes: the meshes.
+        distributions: the distributions, without positions in flat buffers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tensors: _Number
+    folder: Annotated[str, Field(pattern=r"^data/[^/]+$")]
+    meshes: tuple[MeshDoc, ...]
+    distributions: tuple[DistributionDoc, ...]

@@ -35,8 +35,8 @@ __all__ = [
     "Str",
 ]
 
-_HEADER = struct.Struct("<8sI")  # the digest of the kind, and the number of columns
-_MIN_TO_NARROW = 64  # values; shorter columns of integers are always written in 64 bits
+_HEADER = struct.Struct("<8sI?")  # the digest of the kind, the number of columns, whether their sizes are bytes
+_MIN_TO_NARROW = 64  # values; shorter columns of integers are written in 8 or in 64 bits
 _NARROW_DTYPES = (np.int8, np.int16, np.int32)
 
 
@@ -75,6 +75,9 @@ class ColumnWriter:
                 if np.iinfo(narrow).min <= low and high <= np.iinfo(narrow).max:
                     self.put(np.dtype(narrow).char, found.astype(narrow).data)
                     return
+        elif wide and min(wide) >= -128 and max(wide) < 128:
+            self.put("b", array("b", wide))
+            return
         self.put("q", wide)
 
     def blank(self, count: int) -> None:
@@ -93,8 +96,10 @@ class ColumnWriter:
         Args:
             digest: identifies the kind of the values, 8 bytes.
         """
-        sizes = array("q", [memoryview(p).nbytes for p in self.parts])
-        return b"".join([_HEADER.pack(digest, len(sizes)), self.codes, sizes, *self.parts])
+        sizes = [memoryview(p).nbytes for p in self.parts]
+        small = max(sizes, default=0) < 256
+        packed = bytes(sizes) if small else array("q", sizes)
+        return b"".join([_HEADER.pack(digest, len(sizes), small), self.codes, packed, *self.parts])
 
 
 class ColumnReader:
@@ -109,11 +114,11 @@ class ColumnReader:
     """
 
     def __init__(self, data: memoryview, digest: bytes) -> None:
-        found, count = _HEADER.unpack_from(data)
+        found, count, small = _HEADER.unpack_from(data)
         if found != digest:
             raise ValueError("it contains values of another kind")
-        begin = _HEADER.size + 9 * count
-        sizes = np.frombuffer(data[_HEADER.size + count : begin], np.int64).tolist()
+        begin = _HEADER.size + (2 if small else 9) * count
+        sizes = np.frombuffer(data[_HEADER.size + count : begin], np.uint8 if small else np.int64).tolist()
         if len(sizes) != count or any(n < 0 for n in sizes) or begin + sum(sizes) != len(data):
             raise ValueError("its sizes are wrong")
         ends = [*accumulate(sizes, initial=begin)]

@@ -26,7 +26,7 @@ from ucformat.errors import IntegrityError, UcformatError, UsageError
 from ucformat.torch.comm.connections import Node
 from ucformat.torch.comm.links import Links
 from ucformat.torch.comm.tree import connect_by_store
-from ucformat.torch.comm.wire import EVERYBODY, Record, decode, encode, failures, name_rank, pack, unpack
+from ucformat.torch.comm.wire import EVERYBODY, Addressed, Record, decode, encode, failures, name_rank, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,12 +189,7 @@ class Group:
         return self._answer(answer, answer_kind)
 
     def combine(
-        self,
-        value: Any,
-        merge: _Merge = None,
-        kind: Any = None,
-        then: _Then | None = None,
-        answer_kind: Any = None,
+        self, value: Any, merge: _Merge = None, kind: Any = None, then: _Then = None, answer_kind: Any = None
     ) -> Any:
         """Merge the values of all ranks on the way to rank 0, and return the result on every rank.
 
@@ -203,7 +198,7 @@ class Group:
             merge: `merge(a, b)` returns the merged values of consecutive ranks, those of `a` below those of `b`; it
                 must be associative. Any rank may call it; an error is raised on all. None: the result is None.
             kind: the type of the values and of merged values, as for `gather_scatter`.
-            then: called on rank 0 with the result; returns what all ranks get instead.
+            then: called on rank 0 with the result; returns what all ranks get instead, or `Addressed`.
             answer_kind: the type of what `then` returns.
         """
         mine, bundles = self._own(value), self._bundles()
@@ -214,7 +209,9 @@ class Group:
 
         def answer() -> Sequence[Any]:
             result = merged(self._checked(mine, bundles))
-            return [then(result) if then else result] * self.size
+            told = then(result) if then else result
+            told = told if isinstance(told, Addressed) else Addressed(told, {})
+            return [told.others.get(rank, told.common) for rank in range(self.size)]
 
         if not self.rank:
             return self._answer(answer, answer_kind if then else kind)

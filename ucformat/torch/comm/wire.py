@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes
 
-__all__ = ["EVERYBODY", "Record", "decode", "encode", "failures", "message", "name_rank", "pack", "unpack"]
+__all__ = ["EVERYBODY", "Addressed", "Record", "decode", "encode", "failures", "message", "name_rank", "pack", "unpack"]
 
 EVERYBODY = -1  # the receiver of an answer for all ranks that get no other
 
@@ -115,6 +115,13 @@ def decode(data: Bytes, kind: Any) -> Any:
     except (ValueError, TypeError, OverflowError, RecursionError, LookupError, struct.error) as error:
         raise _undecodable(error) from error
     return value
+
+
+class Addressed(NamedTuple):
+    """An answer to all ranks, and others to some of them, by rank."""
+
+    common: Any
+    others: Mapping[int, Any]
 
 
 class Record(NamedTuple):

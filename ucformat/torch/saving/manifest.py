@@ -14,11 +14,12 @@ from ucformat.errors import UsageError
 from ucformat.format.arrays import array_doc, grid_doc, put_file
 from ucformat.format.commit import new_id
 from ucformat.format.digest import bytes_digest
+from ucformat.format.distribution import Distribution
 from ucformat.format.universal import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import Place, path_to_json
 from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, WriterDoc
-from ucformat.schema.tensors import TensorDoc, TensorTable
+from ucformat.schema.tensors import TensorTable
 from ucformat.schema.values import dumps
 from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import message
@@ -83,7 +84,8 @@ class StateInfo:
     """All that one rank saves, except the memory of its tensors: plain data that can be sent to another process.
 
     `objects` and `ranks` are JSON forms; `ranks` are those of this rank alone. `paths` and `places` are those of
-    `LocalState`.
+    `LocalState`. `distributions` are the distinct ones of the tensors, and `distributed` has the number of that of each
+    tensor, or -1; it may be empty.
     """
 
     tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...]
@@ -96,6 +98,8 @@ class StateInfo:
     paths: Mapping[Key, tuple[Path, ...]] = field(default_factory=dict)
     places: tuple[Place | None, ...] = ()
     stall: float = 0.0  # seconds for which training was blocked
+    distributions: tuple[Distribution, ...] = ()
+    distributed: tuple[int, ...] = ()
 
 
 def state_info(
@@ -108,6 +112,9 @@ def state_info(
         tensors: the tensors with the pieces that describe them in another memory (None: in the memory of the state).
         stall: seconds for which training was blocked.
     """
+    numbers: dict[Distribution | None, int] = {None: -1}
+    for t in state.tensors:
+        numbers.setdefault(t.distribution, len(numbers) - 1)
     return StateInfo(
         tensors=tuple((t.info, t.pieces) for t in state.tensors) if tensors is None else tensors,
         objects=state.objects,
@@ -119,6 +126,8 @@ def state_info(
         paths=state.paths,
         places=state.places,
         stall=stall,
+        distributions=tuple(d for d in numbers if d is not None),
+        distributed=tuple(numbers[t.distribution] for t in state.tensors),
     )
 
 
@@ -158,17 +167,18 @@ def manifest_of(
     """
     data, sidecar, grid = f"data/{attempt.id}", None, None
     if options.form == "packed":
-        encoded = sidecar_of(plan.tensors, plan.items, plan.pieces, data)
+        encoded = sidecar_of(plan.infos, plan.items, plan.pieces, data, plan.described)
         doc = put_file(store, f"{data}/extents.safetensors", encoded)
         sidecar = SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=doc.digest)
-        docs = (TensorDoc(i.name, i.state, i.dtype, i.shape) for i in (t.info for t in plan.tensors))
+        tensors = plan.table or TensorTable.of(())
     else:
         grid = grid_doc(options.chunk_bytes, options.shard_bytes)
-        leaves: list[dict[tuple[int, ...], bytes]] = [{} for _ in plan.tensors]
+        leaves: list[dict[tuple[int, ...], bytes]] = [{} for _ in plan.infos]
         for w in written:
             for tensor, at, found in w.leaves:
                 leaves[tensor][at] = found
-        docs = (array_doc(a, found) for a, found in zip(assignment.arrays(options), leaves, strict=True))
+        rows = zip(assignment.arrays(options), leaves, plan.paths, strict=True)
+        tensors = TensorTable.of(replace(array_doc(a, found), at=at) for a, found, at in rows)
     first = written[0].state
     return Manifest(
         id=new_id(),
@@ -192,7 +202,7 @@ def manifest_of(
         sidecar=sidecar,
         grid=grid,
         writers=tuple(WriterDoc(nbytes=w.nbytes, seconds=w.seconds, stall=w.state.stall) for w in written),
-        tensors=TensorTable.of(replace(doc, at=at) for doc, at in zip(docs, plan.paths, strict=True)),
+        tensors=tensors,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -12,15 +13,14 @@ from numpy.typing import NDArray
 
 from ucformat.errors import UsageError
 from ucformat.format.arrays import lay_out
+from ucformat.format.chunking import Tiling
 from ucformat.format.commit import begin
+from ucformat.format.described import Described, DescribedRow, file_order
 from ucformat.format.digest import document_digest
-from ucformat.geometry.box import Box
-from ucformat.geometry.flat_buffer import flat_boxes
-from ucformat.geometry.tensor import Key, TensorInfo
-from ucformat.reading.readable import path_to_json
-from ucformat.sources.dcp.names import dotted
-from ucformat.storage.strided import checksum
+from ucformat.geometry.tensor import TensorInfo
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.torch.comm.wire import decode, encode, message
+from ucformat.torch.saving.agree import agree
 from ucformat.torch.saving.assignment import (
     GlobalTensor,
     ShardBatch,
@@ -30,27 +30,22 @@ from ucformat.torch.saving.assignment import (
     assign_shards,
     merge_items,
 )
-from ucformat.torch.state.elements import elements_within, row_major_bytes
+from ucformat.torch.saving.equality import check_replicas, checksums, manifest_paths, object_owners, paths_by_key
+from ucformat.torch.saving.statement import Exceptions, Facts, Statement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
-    from ucformat.sources.dcp.names import Path
+    from ucformat.format.distribution import Distribution
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
+    from ucformat.torch.saving.agree import Joined
     from ucformat.torch.state.elements import Elements
 
-__all__ = ["Assignment", "GlobalPlan", "SaveOptions", "WritePlan", "plan_save"]
+__all__ = ["Assignment", "GlobalPlan", "Held", "SaveOptions", "WritePlan", "plan_save"]
 
 Form = Literal["zarr", "packed"]
 _Items = tuple[WriteItem, ...]
-
-#: Replicas of at most this many bytes are compared before they are saved. Of larger tensors that ranks hold whole, some
-#: samples are compared: ranks that hold different parts of the same shape under one name differ in all samples.
-_COMPARED_WHOLE = 64 << 10
-_SAMPLES, _SAMPLE_BYTES = 4, 1 << 10
 
 
 @message
@@ -80,14 +75,45 @@ class SaveOptions:
                 raise UsageError(f"{name} must be at least 1, not {given}")
 
 
-@message
-class GlobalPlan:
-    """The plan of all ranks, kept on rank 0: the tensors, the items of each rank, and the pieces assigned to it."""
+class Held(NamedTuple):
+    """What one rank saves.
 
-    tensors: tuple[GlobalTensor, ...]
-    items: tuple[tuple[WriteItem, ...], ...]
+    Attributes:
+        items: the boxes of each tensor.
+        distributions: of each item; None if it is not known.
+        aliases: tied names.
+        objects: as JSON.
+        elements: returns the array of an (item, piece).
+    """
+
+    items: Sequence[WriteItem]
+    distributions: Sequence[Distribution | None]
+    aliases: Mapping[str, str]
+    objects: Mapping[str, Any]
+    elements: Callable[[int, int], Elements]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalPlan:
+    """The plan of all ranks, kept on rank 0.
+
+    Attributes:
+        infos: all tensors.
+        paths: of each tensor, in the form of manifests.
+        tensors: all tensors, if their boxes were listed.
+        items: of each rank, likewise.
+        pieces: the (item, piece) that each rank writes, if boxes were listed and the form is packed.
+        described: all tensors, if they were described.
+        table: all tensors as in the manifest; None if they are arrays.
+    """
+
+    infos: tuple[TensorInfo, ...]
+    paths: tuple[tuple[tuple[str | int, ...], ...], ...]
+    tensors: tuple[GlobalTensor, ...] = ()
+    items: tuple[tuple[WriteItem, ...], ...] = ()
     pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
-    paths: tuple[tuple[tuple[str | int, ...], ...], ...] = ()  # of each tensor, in the form of manifests
+    described: Described | None = None
+    table: TensorTable | None = None
 
 
 @message
@@ -141,26 +167,17 @@ class _Reply:
 
 
 def plan_save(
-    group: Group,
-    options: SaveOptions,
-    store: Store,
-    items: Sequence[WriteItem],
-    aliases: Mapping[str, str],
-    objects: Mapping[str, Any],
-    elements: Callable[[int, int], Elements],
+    group: Group, options: SaveOptions, store: Store, held: Held
 ) -> tuple[Assignment, Attempt | None, GlobalPlan | None]:
-    """Plan a save in one small collective; all ranks call this together.
+    """Plan a save in one small collective, if nothing but values has changed since the last one.
 
-    A new plan is made only if the items of a rank have changed since the last save; otherwise only digests are sent.
+    All ranks call this together. They describe their tensors if the form is packed, and otherwise list their boxes.
 
     Args:
         group: the ranks.
         options: of the save.
         store: of the checkpoint.
-        items: what this rank holds.
-        aliases: tied names of this rank.
-        objects: of this rank, as JSON.
-        elements: returns the array of an (item, piece).
+        held: what this rank saves.
 
     Returns:
         the assignment of this rank; on rank 0 also the attempt and the plan of all ranks.
@@ -171,15 +188,21 @@ def plan_save(
         Conflict: a checkpoint exists, and is not to be replaced or is protected.
     """
     with group.sharing_errors():
-        encoded = encode(tuple(items), _Items)
-        digest = hashlib.sha256(encoded + encode(aliases, Mapping[str, str])).hexdigest()
+        sums = checksums(held.items, held.elements)
+        digests = {k: document_digest(v) for k, v in held.objects.items()}
+    if options.form == "packed":
+        found = _plan_described(group, options, store, held, sums, digests)
+        if found is not None:
+            return found
+    with group.sharing_errors():
+        encoded = encode(tuple(held.items), _Items)
+        digest = hashlib.sha256(encoded + encode(held.aliases, Mapping[str, str])).hexdigest()
         mine = group.cache.get("part")  # (plan, digest, WritePlan) of the last save
         known = mine[0] if mine is not None and mine[1] == digest else ""
-        digests = {k: document_digest(v) for k, v in objects.items()}
-        sums = _sums(items, elements)
+        joined = np.concatenate([np.zeros(0, np.uint32), *sums])
     for again in (False, True):
         sent = None if known and not again else encoded
-        offer = _LocalPlan(options, digest, known, sent, aliases, sums, digests)
+        offer = _LocalPlan(options, digest, known, sent, held.aliases, joined, digests)
         coordinator = _Coordinator(group, store)
         answer: _Reply | None = group.gather_scatter(offer, coordinator.answer, _LocalPlan, _Reply | None)
         if answer is not None:
@@ -193,23 +216,56 @@ def plan_save(
     return Assignment(answer.attempt, part, answer.object_names), coordinator.attempt, coordinator.plan
 
 
-def _sums(items: Sequence[WriteItem], elements: Callable[[int, int], Elements]) -> NDArray[np.uint32]:
-    """A checksum for each piece, to compare replicas: of a small piece, or of samples of a whole tensor; else 0."""
-    out = []
-    for i, item in enumerate(items):
-        for j, box in enumerate(item.boxes):
-            if box.size * item.info.itemsize <= _COMPARED_WHOLE:
-                out.append(checksum(row_major_bytes(elements(i, j)).data))
-            else:
-                out.append(_sum_of_samples(elements(i, j)) if box.shape == item.info.shape else 0)
-    return np.array(out, np.uint32)
+def _plan_described(
+    group: Group,
+    options: SaveOptions,
+    store: Store,
+    held: Held,
+    sums: Sequence[NDArray[np.uint32]],
+    digests: Mapping[str, str],
+) -> tuple[Assignment, Attempt | None, GlobalPlan | None] | None:
+    """`plan_save` of the packed form; None if all ranks have to list their boxes."""
+    with group.sharing_errors():
+        facts = Facts(held.aliases, digests)
+        statement: Statement | None = group.cache.get("statement")
+        if statement is None or not statement.is_of(held.items, held.distributions, facts):
+            statement = group.cache["statement"] = Statement(group.rank, held.items, held.distributions, facts)
+    attempt: Attempt | None = None
+
+    def begun() -> str:
+        nonlocal attempt
+        attempt = begin(store, {"save": uuid4().hex}, overwrite=options.overwrite)
+        return attempt.id
+
+    answer, joined = agree(group, statement, str(options), sums, begun, equal=options.replicas == "equal")
+    if answer.attempt is None:
+        return None
+    pieces = statement.pieces(answer.exceptions or Exceptions())
+    objects = frozenset(name for name, rank in answer.providers.items() if rank == group.rank)
+    assignment = Assignment(answer.attempt, WritePlan((), pieces=tuple(pieces)), objects)
+    if joined is None:
+        return assignment, attempt, None
+    known: tuple[Joined, GlobalPlan] | None = group.cache.get("described")
+    if known is None or known[0] is not joined:
+        known = group.cache["described"] = (joined, described_plan(joined))
+    return assignment, attempt, known[1]
 
 
-def _sum_of_samples(elements: Elements) -> int:
-    whole, few = Box.whole(elements.shape), _SAMPLE_BYTES // elements.itemsize
-    step = (whole.size - few) // (_SAMPLES - 1)
-    boxes = [box for i in range(_SAMPLES) for box in flat_boxes(whole.shape, i * step, i * step + few)]
-    return checksum(np.concatenate([row_major_bytes(elements_within(elements, whole, b)) for b in boxes]).data)
+def described_plan(joined: Joined) -> GlobalPlan:
+    """Return the plan of described tensors, in the order of rank 0, then of further ranks.
+
+    Args:
+        joined: all descriptions.
+    """
+    infos = tuple(w.row.info for _, w in sorted(joined.rows, key=lambda r: r[0]))
+    number = {info.key: n for n, info in enumerate(infos)}
+    written = sorted((w for _, w in joined.rows), key=lambda w: file_order(w.row.info, w.distribution))
+    rows = [
+        DescribedRow(number[i.key], w.distribution, w.writer, Tiling.of(i.shape, i.itemsize).tile)
+        for w, i in ((w, w.row.info) for w in written)
+    ]
+    paths = manifest_paths(infos, paths_by_key(((rank, d.rows) for rank, d in joined.stated), {}))
+    return GlobalPlan(infos, paths, described=Described(rows, infos, ""), table=_table(infos, paths))
 
 
 class _Coordinator:
@@ -238,8 +294,10 @@ class _Coordinator:
             self.group.cache["plan"] = made
         self.plan = made[1]
         if options.replicas == "equal":
-            _check_replicas(made[1], offers)
-        object_names = _object_owners(offers, options)
+            check_replicas(made[1].tensors, made[1].items, [o.sums for o in offers])
+        object_names = object_owners(
+            [(rank, o.objects) for rank, o in enumerate(offers)], equal=options.replicas == "equal"
+        )
         self.attempt = begin(self.store, {"save": uuid4().hex}, overwrite=options.overwrite)
         return [
             _Reply(
@@ -263,70 +321,22 @@ def _make(
         raise UsageError(f"{held.info.key} is tied to another tensor on some ranks, and on others it is not")
     tensors = [t for t in tensors if t.info.name not in aliases]
     infos = tuple(t.info for t in tensors)
-    by_key = _paths(items, {a: n for o in offers for a, n in o.aliases.items()})
-    paths = tuple(tuple(tuple(path_to_json(p)) for p in by_key.get(i.key, ())) for i in infos)
+    paths = manifest_paths(infos, paths_by_key(enumerate(items), {a: n for o in offers for a, n in o.aliases.items()}))
     if options.form == "packed":
         pieces = [tuple(p) for p in assign_pieces(tensors, len(items))]
-        return GlobalPlan(tuple(tensors), tuple(items), tuple(pieces), paths), [
+        return GlobalPlan(infos, paths, tuple(tensors), tuple(items), tuple(pieces), table=_table(infos, paths)), [
             WritePlan(infos, pieces=p) for p in pieces
         ]
     grids = [a.grid for a in lay_out(infos, "", options.chunk_bytes, options.shard_bytes)]
     batches, messages = assign_shards(tensors, len(items), grids)
     parts = [WritePlan(infos, batches=tuple(b), messages=tuple(m)) for b, m in zip(batches, messages, strict=True)]
-    return GlobalPlan(tuple(tensors), tuple(items), paths=paths), parts
+    return GlobalPlan(infos, paths, tuple(tensors), tuple(items)), parts
 
 
-def _paths(items: Sequence[Sequence[WriteItem]], aliases: Mapping[str, str]) -> dict[Key, list[Path]]:
-    """The paths of each tensor on any rank; UsageError if two ranks give one path different names."""
-    first: dict[Path, tuple[Key, int]] = {}
-    out: dict[Key, list[Path]] = {}
-    for rank, listed in enumerate(items):
-        for item in listed:
-            key = Key(aliases.get(item.info.name, item.info.name), item.info.state)
-            for path in item.paths:
-                named, other = first.setdefault(path, (key, rank))
-                if named != key:
-                    raise UsageError(
-                        f"{dotted(path)} is named {named} on rank {other}, but {key} on rank {rank}",
-                        hint='use the same keys on all ranks, and keep the model under "model"',
-                    )
-                if (named, other) == (key, rank):
-                    out.setdefault(key, []).append(path)
-    return out
+def _table(infos: Sequence[TensorInfo], paths: Sequence[Any]) -> TensorTable:
+    return TensorTable.of(TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in zip(infos, paths, strict=True))
 
 
 def _without_empty(item: WriteItem) -> WriteItem:
     """The item without empty boxes: a rank with an empty shard cannot know that the tensor is tied."""
     return WriteItem(item.info, tuple(b for b in item.boxes if b.size))
-
-
-def _check_replicas(plan: GlobalPlan, offers: Sequence[_LocalPlan]) -> None:
-    """UsageError if the checksums of replicas of a box differ."""
-    starts = [np.cumsum([0, *(len(c.boxes) for c in items)]) for items in plan.items]
-    for tensor in plan.tensors:
-        for holders in tensor.holders.values():
-            if len(holders) < 2:
-                continue
-            sums = [offers[r].sums[starts[r][item] + piece] for r, item, piece in holders]
-            other = next((i for i, s in enumerate(sums) if s != sums[0]), None)
-            if other is not None:
-                raise UsageError(
-                    f"{tensor.info.key} has a different value on rank {holders[other][0]} than on rank {holders[0][0]}",
-                    hint='save per-rank values as ucformat.torch.PerRank(value), or pass replicas="first" '
-                    "to save that of the first rank",
-                )
-
-
-def _object_owners(offers: Sequence[_LocalPlan], options: SaveOptions) -> dict[str, int]:
-    """The rank that provides each object: the first that has it; UsageError if ranks have different values."""
-    first: dict[str, tuple[int, str]] = {}
-    for rank, offer in enumerate(offers):
-        for name, digest in offer.objects.items():
-            giver, expected = first.setdefault(name, (rank, digest))
-            if digest != expected and options.replicas == "equal":
-                raise UsageError(
-                    f"the object {name!r} has a different value on rank {rank} than on rank {giver}",
-                    hint='save per-rank values as ucformat.torch.PerRank(value), or pass replicas="first" '
-                    "to save that of the first rank",
-                )
-    return {name: rank for name, (rank, _) in first.items()}

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from ucformat.errors import Uncertain
 from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
+from ucformat.format.described import packed_file
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.assignment import WriteItem
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo, WriteReport, manifest_of, state_info
-from ucformat.torch.saving.plan import SaveOptions, plan_save
-from ucformat.torch.saving.write import Leaves, packed_file, write_packed, write_shards
+from ucformat.torch.saving.plan import Held, SaveOptions, plan_save
+from ucformat.torch.saving.write import Leaves, write_packed, write_shards
 from ucformat.torch.state.elements import elements_of, elements_within, host_memory
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ def write_checkpoint(
         info, pieces = state.tensors[item]
         return elements_of(pieces[piece], memories[item], info.itemsize)
 
-    assignment, attempt, plan = plan_save(group, options, store, items, state.aliases, state.objects, elements)
+    distributions = [None if n < 0 else state.distributions[n] for n in state.distributed] or [None] * len(items)
+    held = Held(items, distributions, state.aliases, state.objects, elements)
+    assignment, attempt, plan = plan_save(group, options, store, held)
     planned = time.monotonic()
     try:
         written: Any = _write(state, options, assignment, store, group, elements, progress, threads)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ucformat.format.arrays import shard_key
 from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
-from ucformat.format.extents import ALIGNMENT
+from ucformat.format.described import ALIGNMENT, packed_file
 from ucformat.format.shard import BAND_BYTES, write_shard
 from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
 from ucformat.geometry.box import row_major
@@ -36,28 +36,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.format.arrays import Array
+    from ucformat.format.described import Described
     from ucformat.format.sidecar import Column
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.assignment import Fragment, GlobalTensor, ShardBatch, ShardTask, Transfer, WriteItem
+    from ucformat.torch.saving.assignment import Fragment, ShardBatch, ShardTask, Transfer, WriteItem
     from ucformat.torch.state.elements import Elements, Memory
 
-__all__ = ["Leaves", "packed_file", "sidecar_of", "write_packed", "write_shards"]
+__all__ = ["Leaves", "sidecar_of", "write_packed", "write_shards"]
 
 
 _DIRECT = 256 << 10  # bytes of a tile that is written from where it is; smaller ones are copied to be written together
-
-
-def packed_file(folder: str, rank: int) -> str:
-    """Return the key of a rank's file in the packed form.
-
-    Args:
-        folder: the `data` folder of the attempt.
-        rank: the rank.
-    """
-    return f"{folder}/rank-{rank:05d}.bin"
 
 
 def write_packed(
@@ -112,21 +103,26 @@ def write_packed(
 
 
 def sidecar_of(
-    tensors: Sequence[GlobalTensor],
+    infos: Sequence[TensorInfo],
     items: Sequence[Sequence[WriteItem]],
     assigned: Sequence[Sequence[tuple[int, int]]],
     folder: str,
+    described: Described | None = None,
 ) -> bytes:
     """Return the encoded sidecar of the packed form.
 
     Args:
-        tensors: of the checkpoint.
-        items: of each rank.
+        infos: the tensors of the checkpoint.
+        items: of each rank, if their boxes were listed.
         assigned: the (item, piece) that each rank wrote, in order.
         folder: the `data` folder of the attempt.
+        described: all tensors, if they were described.
     """
-    number = {t.info.key: n for n, t in enumerate(tensors)}
-    tilings = [Tiling.of(t.info.shape, t.info.itemsize) for t in tensors]
+    if described is not None:
+        nothing = np.zeros(0, np.int64)
+        return encode_columns(Columns(*[nothing] * 9), [], described.in_folder(folder))
+    number = {info.key: n for n, info in enumerate(infos)}
+    tilings = [Tiling.of(info.shape, info.itemsize) for info in infos]
     found: list[tuple[int, int, int, Box]] = []  # tensor, file, offset, box
     for rank, mine in enumerate(assigned):
         end = 0

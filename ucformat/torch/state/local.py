@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ucformat.errors import LayoutError, UsageError
+from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.box import row_major
 from ucformat.geometry.local import Dim, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
@@ -24,6 +26,8 @@ from ucformat.torch.state.objects import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from ucformat.sources.dcp.names import Path
     from ucformat.torch.state.collect import CollectedState
@@ -50,11 +54,13 @@ class LocalShard:
 
     A piece's offset and strides are in elements, from the first element of `tensor`. On the host they follow the
     strides of `tensor`; on any other device they are row-major, since such tensors are copied to and from the host.
+    `distribution` is that over the ranks of its mesh; None if it is not known.
     """
 
     info: TensorInfo
     pieces: tuple[Piece, ...]
     tensor: torch.Tensor
+    distribution: Distribution | None = None
 
     @property
     def key(self) -> Key:
@@ -177,10 +183,11 @@ def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
             f"{name} ({state}) is partial over its mesh: each rank holds one summand",
             hint="reduce it first: tensor.redistribute(placements=[Replicate() …])",
         )
-    for dims in _dims_candidates(shape, tensor.placements, mesh.shape, at):
+    for dims, cuts in _dims_candidates(shape, tensor.placements, mesh.shape, at):
         sizes = tuple(d.size for d in dims)
         if sizes == tuple(local.shape) or (0 in sizes and not local.numel()):  # FSDP2 makes (0, 0) of an empty (0, n)
-            return LocalShard(info, pieces_in(local, dims), local)
+            distribution = None if cuts is None else Distribution(_rank_mesh(mesh), cuts)
+            return LocalShard(info, pieces_in(local, dims), local, distribution)
     raise LayoutError(
         f"{name} ({state}): its local shape {tuple(local.shape)} does not follow from the placements "
         f"{tensor.placements} of {shape} at coordinate {tuple(at)} of the mesh {tuple(mesh.shape)}",
@@ -188,42 +195,63 @@ def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
     )
 
 
+def _rank_mesh(mesh: DeviceMesh) -> RankMesh:
+    if mesh not in _meshes:
+        _meshes[mesh] = RankMesh.of(tuple(mesh.shape), mesh.mesh.flatten().tolist())
+    return _meshes[mesh]
+
+
+_meshes: WeakKeyDictionary[DeviceMesh, RankMesh] = WeakKeyDictionary()
+
+
+class _Split(NamedTuple):
+    """A split of a dim over an axis of the mesh, and this rank's index `at` on it."""
+
+    axis: int
+    degree: int
+    at: int
+    factor: int = 1  # the parts into which the dim had been split before
+
+
 def _dims_candidates(
     shape: tuple[int, ...], placements: Sequence[Any], degrees: Sequence[int], at: Sequence[int]
-) -> Iterator[list[Dim]]:
+) -> Iterator[tuple[list[Dim], tuple[Cut, ...] | None]]:
     """The candidates for the dims of the local tensor: split in the order of strided shards, or from left to right.
+
+    With each candidate come the cuts in their order; None if they take a share of several parts.
 
     `_StridedShard(d, k)` means that mesh axes further to the right have split the dim into `k` parts before (FSDP2 over
     TP: TP splits first). From left to right, it takes its share of each of `k` parts, which is equal for even splits.
     """
-    cuts: dict[int, list[tuple[int, int, int]]] = {}  # dim -> (degree, coordinate, split factor), from left to right
-    for placement, degree, index in zip(placements, degrees, at, strict=True):
+    splits: dict[int, list[_Split]] = {}  # of each dim, from left to right
+    for axis, (placement, degree, index) in enumerate(zip(placements, degrees, at, strict=True)):
         if placement.is_replicate():
             continue
         factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-        cuts.setdefault(placement.dim, []).append((degree, index, factor))
-    ordered = {d: _order(found) for d, found in cuts.items()}
+        splits.setdefault(placement.dim, []).append(_Split(axis, degree, index, factor))
+    ordered = {d: _order(found) for d, found in splits.items()}
     if all(o is not None for o in ordered.values()):
-        yield [_cut(n, ordered.get(d) or []) for d, n in enumerate(shape)]
-    yield [_cut(n, cuts.get(d, [])) for d, n in enumerate(shape)]
+        cuts = tuple(Cut(d, s.axis) for d in sorted(ordered) for s in ordered[d] or ())
+        yield [_cut(n, ordered.get(d) or []) for d, n in enumerate(shape)], cuts
+    yield [_cut(n, splits.get(d, [])) for d, n in enumerate(shape)], None
 
 
-def _order(cuts: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]] | None:
+def _order(splits: Sequence[_Split]) -> list[_Split] | None:
     """The splits of a dim in the order in which they were made, as plain ones; None if no order fits the factors."""
-    made: list[tuple[int, int, int]] = []
-    for degree, index, factor in reversed(cuts):
+    made: list[_Split] = []
+    for split in reversed(splits):
         for position in range(len(made) + 1):
-            if math.prod(d for d, _, _ in made[:position]) == factor:
-                made.insert(position, (degree, index, 1))
+            if math.prod(s.degree for s in made[:position]) == split.factor:
+                made.insert(position, split._replace(factor=1))
                 break
         else:
             return None
     return made
 
 
-def _cut(n: int, cuts: Sequence[tuple[int, int, int]]) -> Dim:
+def _cut(n: int, splits: Sequence[_Split]) -> Dim:
     dim = _whole(n)
-    for degree, index, factor in cuts:
+    for _, degree, index, factor in splits:
         parts = [_chunk(0, dim.size, factor, i) for i in range(factor)]
         dim = dim.take([_chunk(a, b, degree, index) for a, b in parts])
     return dim
@@ -366,4 +394,4 @@ def without_ties(tensors: Sequence[LocalShard]) -> tuple[dict[str, str], list[Lo
 def _renamed(t: LocalShard, aliases: Mapping[str, str]) -> LocalShard:
     if t.info.name not in aliases:
         return t
-    return type(t)(type(t.info)(aliases[t.info.name], t.info.state, t.info.dtype, t.info.shape), t.pieces, t.tensor)
+    return replace(t, info=replace(t.info, name=aliases[t.info.name]))

@@ -1,0 +1,387 @@
+"""Described tensors: those of a packed checkpoint whose extents follow from distributions (docs/spec.md, section 7).
+
+Their boxes, files and offsets are computed when a tensor is read, so a sidecar does not grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ucformat.errors import LayoutError
+from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
+from ucformat.format.distribution import Cut, Distribution, RankMesh
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import TensorInfo
+from ucformat.schema.documents import DescribedDoc, DistributionDoc, MeshDoc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.geometry.tensor import Tiles
+    from ucformat.schema.tensors import TensorTable
+
+__all__ = [
+    "ALIGNMENT",
+    "COLUMNS",
+    "DESCRIBED_TILE",
+    "Described",
+    "DescribedRow",
+    "decode_rows",
+    "describe",
+    "encode_rows",
+    "file_order",
+    "packed_file",
+]
+
+#: Bytes: each box of a packed file begins at a multiple of it, so that the file can be mapped; zeros fill the gaps.
+ALIGNMENT = 64
+
+#: Columns of the sidecar, with a row for each described tensor; and one with a row for each dim of these.
+COLUMNS = ("described", "distribution", "writer", "position")
+DESCRIBED_TILE = "described_tile"
+
+_MAX_RANKS = 1 << 20  # of a mesh; and ranks are below it
+_MAX_WORK = 1 << 25  # coordinates of all meshes, each counted for every group of rows: bounds the memory of a reader
+_MAX_TILES = 1 << 20  # of the box of one rank
+_MAX_NBYTES = 1 << 60  # of all tensors: offsets fit in 64 bits
+
+
+def packed_file(folder: str, rank: int) -> str:
+    """Return the key of a rank's file in the packed form.
+
+    Args:
+        folder: the `data` folder of the attempt.
+        rank: the rank.
+    """
+    return f"{folder}/rank-{rank:05d}.bin"
+
+
+class DescribedRow(NamedTuple):
+    """A described tensor.
+
+    Attributes:
+        tensor: its number in the manifest.
+        distribution: how the ranks hold it.
+        writer: which of the ranks that hold equal parts has written them: the number of their coordinate over the axes
+            that do not cut the tensor, in row-major order.
+        tile: the edges of the tiles (see `Tiling`) in elements.
+    """
+
+    tensor: int
+    distribution: Distribution
+    writer: int
+    tile: tuple[int, ...]
+
+
+def file_order(info: TensorInfo, distribution: Distribution) -> tuple[Any, ...]:
+    """Return a key that sorts described tensors into the order of the files, by themselves alone.
+
+    Partitions of flat buffers come last, and equal distributions and shapes together.
+
+    Args:
+        info: the tensor.
+        distribution: how the ranks hold it.
+    """
+    d = distribution
+    mesh = (d.mesh.sizes, d.mesh.first, d.mesh.strides, d.mesh.listed)
+    flat = () if d.flat is None else (d.flat, d.part)
+    kind = (info.itemsize, info.shape) if d.flat is None else ()
+    return (flat, mesh, d.cuts, *kind, d.position, info.name, info.state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Consecutive rows of one distribution, shape, dtype and tiling, which no flat buffer contains."""
+
+    distribution: Distribution
+    stored: NDArray[np.int64]  # bytes of a row at each coordinate, padded to the alignment; replicas have one index
+    begin: NDArray[np.int64]  # the byte at which the first row begins in the file of each coordinate
+
+    def offset(self, coordinate: tuple[int, ...], before: int) -> int:
+        """The offset of a row, of which so many of the group precede in its file."""
+        at = tuple(0 if n == 1 else i for n, i in zip(self.stored.shape, coordinate, strict=True))
+        return int(self.begin[coordinate]) + before * int(self.stored[at])
+
+
+@dataclass(frozen=True, slots=True)
+class _FlatGroup:
+    """Consecutive rows that one flat buffer contains."""
+
+    distribution: Distribution  # of the first row
+    rows: range
+    start: NDArray[np.int64]  # of each row, in elements of the buffer
+    stop: NDArray[np.int64]
+    writer: NDArray[np.int64]
+
+    def held(self, coordinate: tuple[int, ...]) -> list[int]:
+        """The rows that a coordinate has written."""
+        d = self.distribution
+        low = coordinate[d.axes[-1]] * d.part
+        held = (self.start < low + d.part) & (self.stop > low) & (self.writer == d.copy_of(coordinate))
+        return [self.rows[n] for n in np.flatnonzero(held).tolist()]
+
+
+class Described:
+    """The described tensors of a checkpoint.
+
+    Args:
+        rows: the tensors, in the order of the files. Those in flat buffers come last; of the others, those of equal
+            distribution, shape, dtype and tiling are together.
+        infos: the tensors of the manifest, by number.
+        folder: of the ranks' files.
+
+    Raises:
+        LayoutError: a row is impossible, or in the wrong place.
+    """
+
+    def __init__(
+        self, rows: Sequence[DescribedRow], infos: Mapping[int, TensorInfo] | Sequence[TensorInfo], folder: str
+    ) -> None:
+        self.rows, self.infos, self.folder = tuple(rows), infos, folder
+        self.encoded: list[tuple[DescribedDoc, dict[str, bytes]]] = []  # by `sidecar`; copies in other folders share it
+        self._row = {r.tensor: n for n, r in enumerate(self.rows)}
+        if len(self._row) < len(self.rows):
+            raise LayoutError("a tensor is described twice")
+        held = [m.ranks.reshape(-1) for m in {r.distribution.mesh for r in self.rows}]
+        #: The ranks that have files, ascending.
+        self.ranks: list[int] = np.unique(np.concatenate([np.empty(0, np.int64), *held])).tolist()
+        self._ends = np.zeros(max(self.ranks, default=-1) + 1, np.int64)  # of the files, without flat buffers
+        self._groups: list[_Group] = []
+        self._in_group: list[tuple[int, int]] = []  # (group, rows of the group that precede it in its files)
+        self._flat_groups: list[_FlatGroup] = []
+        self._flat_file = lru_cache(maxsize=1 << 14)(self._lay_out_flat)
+        self._lay_out()
+
+    def __contains__(self, tensor: int) -> bool:
+        return tensor in self._row
+
+    def _lay_out(self) -> None:
+        seen: set[Any] = set()
+        work = nbytes = first = 0
+        for kind, found in groupby(self.rows, self._kind):
+            rows = list(found)
+            flat = rows[0].distribution.flat is not None
+            writers = np.array([r.writer for r in rows], np.int64)
+            work += rows[0].distribution.mesh.size
+            nbytes += sum(map(self._most_bytes, rows)) if flat else self._most_bytes(rows[0]) * len(rows)
+            if work > _MAX_WORK or nbytes > _MAX_NBYTES:
+                raise LayoutError("the described tensors are too many, or too large")
+            if kind in seen or (self._flat_groups and not flat):
+                raise LayoutError("the described tensors are not in the order of files")
+            seen.add(kind)
+            if not 0 <= writers.min() <= writers.max() < rows[0].distribution.copies:
+                raise LayoutError(f"{self.infos[rows[0].tensor].key} was written by a replica that does not exist")
+            (self._add_flat if flat else self._add)(first, rows, writers)
+            first += len(rows)
+
+    def _kind(self, row: DescribedRow) -> Any:
+        """What the rows of a group have in common."""
+        info, d = self.infos[row.tensor], row.distribution
+        return (d, info.shape, info.itemsize, row.tile) if d.flat is None else _without_position(d)
+
+    def _most_bytes(self, row: DescribedRow) -> int:
+        """The most bytes that all boxes of a row may occupy; LayoutError if it is impossible."""
+        info, d = self.infos[row.tensor], row.distribution
+        if len(row.tile) != len(info.shape) or min(row.tile, default=1) < 1:
+            raise LayoutError(f"{info.key} of the shape {info.shape} has tiles of the shape {row.tile}")
+        if info.nbytes > _MAX_NBYTES or d.mesh.size > _MAX_RANKS or not d.fits(info.shape):
+            raise LayoutError(f"{info.key} of the shape {info.shape} cannot be distributed as it is described")
+        longest = (int(np.diff(b).max(initial=0)) for b in d.bounds(info.shape))
+        if math.prod((n + t - 2) // t + 1 for n, t in zip(longest, row.tile, strict=True) if n) > _MAX_TILES:
+            raise LayoutError(f"{info.key} of the shape {info.shape} has too many tiles of the shape {row.tile}")
+        return info.nbytes * (1 + CHECKSUM_BYTES) + ALIGNMENT * d.mesh.size
+
+    def _add(self, _: int, rows: Sequence[DescribedRow], writers: NDArray[np.int64]) -> None:
+        d, info = rows[0].distribution, self.infos[rows[0].tensor]
+        stored = _stored(d, info.shape, Tiling(rows[0].tile, info.itemsize))
+        self._groups.append(_Group(d, stored, self._ends[d.mesh.ranks]))
+        written = np.bincount(writers, minlength=d.copies)
+        sizes = [n if axis in d.replicas else 1 for axis, n in enumerate(d.mesh.sizes)]
+        self._ends[d.mesh.ranks] += stored * written.reshape(sizes)
+        order = np.argsort(writers, kind="stable")
+        before = np.empty_like(writers)
+        before[order] = np.arange(len(writers)) - np.searchsorted(writers[order], writers[order])
+        self._in_group += [(len(self._groups) - 1, n) for n in before.tolist()]
+
+    def _add_flat(self, first: int, rows: Sequence[DescribedRow], writers: NDArray[np.int64]) -> None:
+        d = rows[0].distribution
+        origin = (0,) * len(d.mesh.sizes)
+        start = np.array([r.distribution.position for r in rows], np.int64)
+        size = np.array([r.distribution.local(self.infos[r.tensor].shape, origin).size for r in rows], np.int64)
+        self._flat_groups.append(_FlatGroup(d, range(first, first + len(rows)), start, start + size, writers))
+
+    def _lay_out_flat(self, rank: int) -> dict[tuple[int, Box], int]:
+        """The offset of each (row, box) of a flat buffer in a rank's file."""
+        end = int(self._ends[rank])
+        out: dict[tuple[int, Box], int] = {}
+        for group in self._flat_groups:
+            coordinate = group.distribution.mesh.coordinate(rank)
+            for row in [] if coordinate is None else group.held(coordinate):
+                tensor, d, _, tile = self.rows[row]
+                info = self.infos[tensor]
+                for box in d.boxes(info.shape, coordinate or ()):
+                    out[row, box] = end
+                    end += -(-Tiling(tile, info.itemsize).nbytes(box) // ALIGNMENT) * ALIGNMENT
+        return out
+
+    def in_folder(self, folder: str) -> Described:
+        """The same tensors in files of the same content elsewhere.
+
+        Args:
+            folder: of the ranks' files.
+        """
+        out = copy(self)
+        out.folder = folder
+        return out
+
+    @property
+    def files(self) -> list[str]:
+        """The keys of the ranks' files."""
+        return [packed_file(self.folder, rank) for rank in self.ranks]
+
+    def stored(self, tensor: int, within: Box | None = None) -> Iterator[tuple[int, Box, int]]:
+        """The rank that has written each box of a tensor, the box, and its offset in the rank's file.
+
+        Args:
+            tensor: its number in the manifest.
+            within: only boxes that intersect this one (default: all).
+        """
+        row = self._row[tensor]
+        d, writer, shape = self.rows[row].distribution, self.rows[row].writer, self.infos[tensor].shape
+        ranks = d.mesh.ranks
+        for at, box in d.holdings(shape, Box.whole(shape) if within is None else within):
+            coordinate = d.coordinate(at, writer)
+            rank = int(ranks[coordinate])
+            if d.flat is None:
+                group, before = self._in_group[row]
+                yield rank, box, self._groups[group].offset(coordinate, before)
+            else:
+                yield rank, box, self._flat_file(rank)[row, box]
+
+    def tiling(self, tensor: int) -> Tiling:
+        """How the boxes of a tensor are stored.
+
+        Args:
+            tensor: its number in the manifest.
+        """
+        return Tiling(self.rows[self._row[tensor]].tile, self.infos[tensor].itemsize)
+
+    def extents(self, tensor: int, within: Box | None = None) -> Iterator[Tiles]:
+        """The extents of a tensor.
+
+        Args:
+            tensor: its number in the manifest.
+            within: only extents that intersect this box of the tensor (default: all).
+        """
+        tiling = self.tiling(tensor)
+        for rank, box, offset in self.stored(tensor, within):
+            yield from tiling.runs(box, packed_file(self.folder, rank), offset, within)
+
+
+def _stored(d: Distribution, shape: tuple[int, ...], tiling: Tiling) -> NDArray[np.int64]:
+    """The bytes of a tensor in the file of each coordinate, padded to the alignment; replicas have one index."""
+    elements, tiles = np.ones((), np.int64), np.ones((), np.int64)
+    for bounds, tile in zip(d.bounds(shape), tiling.tile, strict=True):
+        edges = np.diff(bounds)
+        elements = np.multiply.outer(elements, edges)
+        tiles = np.multiply.outer(tiles, np.where(edges > 0, -(-bounds[1:] // tile) - bounds[:-1] // tile, 0))
+    nbytes = elements * tiling.itemsize + np.where(elements > 0, tiles, 0) * CHECKSUM_BYTES
+    padded: NDArray[np.int64] = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    cuts = sorted(d.cuts, key=lambda cut: cut.dim)  # the order in which the parts of all dims are numbered
+    by_cut = padded.reshape([d.mesh.sizes[cut.axis] for cut in cuts])
+    by_axis = by_cut.transpose(np.argsort([cut.axis for cut in cuts])) if cuts else by_cut
+    return by_axis.reshape([1 if axis in d.replicas else n for axis, n in enumerate(d.mesh.sizes)])
+
+
+def describe(described: Described) -> DescribedDoc:
+    """Return the metadata of described tensors.
+
+    Args:
+        described: the tensors.
+    """
+    numbers = _numbers(described)
+    meshes = {mesh: n for n, mesh in enumerate(dict.fromkeys(d.mesh for d in numbers))}
+    return DescribedDoc(
+        tensors=len(described.rows),
+        folder=described.folder,
+        meshes=tuple(MeshDoc(sizes=m.sizes, first=m.first, strides=m.strides, ranks=m.listed) for m in meshes),
+        distributions=tuple(
+            DistributionDoc(mesh=meshes[d.mesh], cuts=d.cuts, flat=d.flat, part=d.part) for d in numbers
+        ),
+    )
+
+
+def encode_rows(described: Described) -> dict[str, NDArray[np.int64]]:
+    """Return the columns of described tensors.
+
+    Args:
+        described: the tensors.
+    """
+    numbers = _numbers(described)
+    table = [
+        (r.tensor, numbers[_without_position(r.distribution)], r.writer, r.distribution.position)
+        for r in described.rows
+    ]
+    columns = dict(zip(COLUMNS, np.array(table, np.int64).reshape(-1, len(COLUMNS)).T, strict=True))
+    return {**columns, DESCRIBED_TILE: np.array([t for r in described.rows for t in r.tile], np.int64)}
+
+
+def _numbers(described: Described) -> dict[Distribution, int]:
+    """The number of each distribution, without positions in flat buffers."""
+    distinct = dict.fromkeys(r.distribution for r in described.rows)
+    return {d: n for n, d in enumerate(dict.fromkeys(map(_without_position, distinct)))}
+
+
+def _without_position(d: Distribution) -> Distribution:
+    return replace(d, position=0) if d.position else d
+
+
+def decode_rows(doc: DescribedDoc, columns: Mapping[str, NDArray[np.int64]], tensors: TensorTable) -> Described:
+    """Return the described tensors of a sidecar.
+
+    Args:
+        doc: their metadata.
+        columns: their columns, of the sizes that follow from the tensors.
+        tensors: of the manifest.
+
+    Raises:
+        LayoutError: they are impossible.
+    """
+    meshes = list(map(_mesh, doc.meshes))
+    if max((d.mesh for d in doc.distributions), default=-1) >= len(meshes):
+        raise LayoutError("a distribution has a mesh that is not listed")
+    known = [
+        Distribution(meshes[d.mesh], tuple(Cut(*cut) for cut in d.cuts), d.flat, d.part) for d in doc.distributions
+    ]
+    infos: dict[int, TensorInfo] = {}
+    rows, tiles, end = [], columns[DESCRIBED_TILE].tolist(), 0
+    for tensor, number, writer, position in zip(*(columns[name].tolist() for name in COLUMNS), strict=True):
+        if not 0 <= number < len(known):
+            raise LayoutError("a tensor has a distribution that is not listed")
+        at = replace(known[number], position=position) if position else known[number]
+        found = tensors[tensor]
+        infos[tensor] = TensorInfo(found.name, found.state, found.dtype, found.shape)
+        begin, end = end, end + len(found.shape)
+        rows.append(DescribedRow(tensor, at, writer, tuple(tiles[begin:end])))
+    return Described(rows, infos, doc.folder)
+
+
+def _mesh(doc: MeshDoc) -> RankMesh:
+    """The mesh of a document; LayoutError if it is impossible."""
+    size = math.prod(doc.sizes)
+    listed = len(doc.ranks) == size and not doc.strides
+    if size > _MAX_RANKS or not (listed or (len(doc.strides) == len(doc.sizes) and not doc.ranks)):
+        raise LayoutError(f"a mesh of the sizes {doc.sizes} is impossible")
+    mesh = RankMesh(doc.sizes, doc.first, doc.strides, doc.ranks)
+    if int(mesh.ranks.max()) >= _MAX_RANKS or len(np.unique(mesh.ranks)) < size:
+        raise LayoutError(f"a mesh of the sizes {doc.sizes} has a rank twice, or one above {_MAX_RANKS}")
+    return mesh

@@ -1,0 +1,293 @@
+"""Distributions: how the ranks of a mesh hold a tensor, as a function of the coordinate instead of a list of boxes.
+
+A tensor is cut along its dims over axes of the mesh, as `torch.chunk` cuts, and replicated over all other axes. The
+local tensor may in addition be a range of a flat buffer, as ZeRO and Megatron's distributed optimizer partition it.
+Each rank so computes its own boxes, and which ranks hold a box, in a time that does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ucformat.errors import LayoutError
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.flat_buffer import flat_boxes, flat_range
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["Cut", "Distribution", "Holding", "RankMesh"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMesh:
+    """The rank at each coordinate of a mesh.
+
+    Attributes:
+        sizes: of the axes.
+        first: the rank at coordinate (0, 0, …).
+        strides: ranks from one index to the next, for each axis; if `listed`, empty.
+        listed: all ranks, in row-major order of their coordinates, if they do not follow from the strides.
+    """
+
+    sizes: tuple[int, ...]
+    first: int = 0
+    strides: tuple[int, ...] = ()
+    listed: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, sizes: tuple[int, ...], ranks: Sequence[int]) -> RankMesh:
+        """The mesh of ranks that are listed in row-major order of their coordinates.
+
+        Args:
+            sizes: of the axes.
+            ranks: as many as there are coordinates.
+        """
+        below = row_major(sizes)
+        strides = tuple(ranks[step] - ranks[0] if n > 1 else 0 for n, step in zip(sizes, below, strict=True))
+        found = cls(sizes, ranks[0], strides)
+        follow = min(strides, default=0) >= 0 and np.array_equal(found.ranks.reshape(-1), ranks)
+        return found if follow else cls(sizes, listed=tuple(ranks))
+
+    @property
+    def size(self) -> int:
+        """Number of coordinates."""
+        return math.prod(self.sizes)
+
+    @property
+    def ranks(self) -> NDArray[np.int64]:
+        """The ranks, as an array of one dim for each axis."""
+        return _ranks(self)
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """The coordinate of a rank; None if the rank is not in the mesh.
+
+        Args:
+            rank: the rank.
+        """
+        found = np.argwhere(self.ranks == rank)
+        return tuple(found[0].tolist()) if len(found) else None
+
+
+@lru_cache(maxsize=64)
+def _ranks(mesh: RankMesh) -> NDArray[np.int64]:
+    if mesh.listed:
+        return np.array(mesh.listed, np.int64).reshape(mesh.sizes)
+    out = np.full(mesh.sizes, mesh.first, np.int64)
+    for axis, (n, step) in enumerate(zip(mesh.sizes, mesh.strides, strict=True)):
+        out += (np.arange(n, dtype=np.int64) * step).reshape([-1 if a == axis else 1 for a in range(out.ndim)])
+    return out
+
+
+class Cut(NamedTuple):
+    """A cut of a dim of the tensor into equal parts, one for each coordinate of an axis of the mesh."""
+
+    dim: int
+    axis: int
+
+
+class Holding(NamedTuple):
+    """The indices of one coordinate, over the axes that cut the tensor, and a box that it holds."""
+
+    at: tuple[int, ...]
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How the ranks of a mesh hold a tensor.
+
+    Attributes:
+        mesh: the ranks.
+        cuts: the cuts, in the order in which they apply, each to what the previous ones left. Each axis cuts at most
+            once. Parts are as those of `torch.chunk`: the last ones may be smaller, or empty.
+        flat: the axis over which a flat buffer that contains the local tensor is partitioned (None: there is none).
+        part: the elements of each rank's part of the flat buffer.
+        position: the element of the flat buffer at which the local tensor begins, the same on all ranks.
+
+    Raises:
+        LayoutError: an axis does not exist, or is used twice.
+    """
+
+    mesh: RankMesh
+    cuts: tuple[Cut, ...] = ()
+    flat: int | None = None
+    part: int = 0
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        used = list(self.axes)
+        if len(set(used)) < len(used) or not all(0 <= axis < len(self.mesh.sizes) for axis in used):
+            raise LayoutError(f"a tensor is cut along the axes {used} of a mesh of {len(self.mesh.sizes)} axes")
+        if (self.part, self.position) != (0, 0) if self.flat is None else self.part < 1 or self.position < 0:
+            raise LayoutError(f"a flat buffer has parts of {self.part} elements, and a tensor at {self.position}")
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes along which ranks hold different parts, in the order in which `Holding.at` lists their indices."""
+        return (*(c.axis for c in self.cuts), *(() if self.flat is None else (self.flat,)))
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The axes along which ranks hold the same parts, ascending."""
+        used = self.axes
+        return tuple(axis for axis in range(len(self.mesh.sizes)) if axis not in used)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each part."""
+        return math.prod(self.mesh.sizes[a] for a in self.replicas)
+
+    def copy_of(self, coordinate: tuple[int, ...]) -> int:
+        """Which of the ranks that hold the same part a coordinate is, counted in row-major order of `replicas`.
+
+        Args:
+            coordinate: the index on each axis of the mesh.
+        """
+        at = 0
+        for axis in self.replicas:
+            at = at * self.mesh.sizes[axis] + coordinate[axis]
+        return at
+
+    def coordinate(self, at: tuple[int, ...], copy: int) -> tuple[int, ...]:
+        """The coordinate of one of the ranks that hold the same part.
+
+        Args:
+            at: the indices over `axes`.
+            copy: which of these ranks, as from `copy_of`.
+        """
+        out = dict(zip(self.axes, at, strict=True))
+        out |= zip(self.replicas, _unravel(copy, [self.mesh.sizes[a] for a in self.replicas]), strict=True)
+        return tuple(out[axis] for axis in range(len(self.mesh.sizes)))
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor can be distributed like this: its dims exist, and its flat buffer holds all of it.
+
+        Args:
+            shape: of the tensor, in elements.
+        """
+        if any(not 0 <= cut.dim < len(shape) for cut in self.cuts):
+            return False
+        if self.flat is None:
+            return True
+        sizes = {math.prod(s) for s in self._local_shapes(shape)}
+        return len(sizes) == 1 and self.position + sizes.pop() <= self.part * self.mesh.sizes[self.flat]
+
+    def _local_shapes(self, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """The distinct shapes of local tensors."""
+        return product(*(np.unique(np.diff(b)).tolist() for b in self.bounds(shape)))
+
+    def bounds(self, shape: tuple[int, ...]) -> list[NDArray[np.int64]]:
+        """For each dim, the index at which each part begins, the last cut's parts following each other, and the end.
+
+        Args:
+            shape: of the tensor, in elements.
+        """
+        return [_bounds(n, self.degrees(d)) for d, n in enumerate(shape)]
+
+    def degrees(self, dim: int) -> tuple[int, ...]:
+        """The sizes of the axes that cut a dim, in the order of the cuts.
+
+        Args:
+            dim: the dim.
+        """
+        return tuple(self.mesh.sizes[c.axis] for c in self.cuts if c.dim == dim)
+
+    def local(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
+        """The box that the cuts leave to a coordinate; of a flat buffer, before that is partitioned.
+
+        Args:
+            shape: of the tensor, in elements.
+            coordinate: the index on each axis of the mesh.
+        """
+        start, stop = [0] * len(shape), list(shape)
+        for dim, axis in self.cuts:
+            n = stop[dim] - start[dim]
+            step = -(-n // self.mesh.sizes[axis])
+            at = coordinate[axis]
+            start[dim], stop[dim] = (start[dim] + min(n, at * step), start[dim] + min(n, (at + 1) * step))
+        return Box(tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+    def boxes(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Box, ...]:
+        """The boxes that a coordinate holds, in the order of its memory: at most one, of a flat buffer several.
+
+        Args:
+            shape: of the tensor, in elements.
+            coordinate: the index on each axis of the mesh.
+        """
+        local = self.local(shape, coordinate)
+        if self.flat is None:
+            return (local,) if local.size else ()
+        begin = coordinate[self.flat] * self.part - self.position
+        start, stop = (min(max(0, x), local.size) for x in (begin, begin + self.part))
+        return tuple(box.shift(local.start) for box in flat_boxes(local.shape, start, stop))
+
+    def holdings(self, shape: tuple[int, ...], within: Box) -> Iterator[Holding]:
+        """The boxes of all ranks that intersect a box of the tensor, each once for all its replicas, not clipped.
+
+        Args:
+            shape: of the tensor, in elements.
+            within: the box.
+        """
+        if not within.size:
+            return
+        degrees = [self.degrees(d) for d in range(len(shape))]
+        bounds = self.bounds(shape)
+        found = (
+            range(int(np.searchsorted(b, a, "right")) - 1, int(np.searchsorted(b, a + n, "left")))
+            for b, a, n in zip(bounds, within.start, within.shape, strict=True)
+        )
+        for parts in product(*found):
+            start = tuple(int(b[i]) for b, i in zip(bounds, parts, strict=True))
+            stop = tuple(int(b[i + 1]) for b, i in zip(bounds, parts, strict=True))
+            local = Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+            if not local.size:
+                continue
+            by_dim = [list(_unravel(i, d)) for i, d in zip(parts, degrees, strict=True)]
+            at = tuple(by_dim[c.dim].pop(0) for c in self.cuts)
+            if self.flat is None:
+                yield Holding(at, local)
+            else:
+                yield from self._parts(at, local, within)
+
+    def _parts(self, at: tuple[int, ...], local: Box, within: Box) -> Iterator[Holding]:
+        """The boxes of a local tensor that a flat buffer contains."""
+        common = local.intersect(within)
+        assert common is not None  # noqa: S101 - the local tensor was found by it
+        back = tuple(-a for a in local.start)
+        first, last = (x + self.position for x in flat_range(local.shape, common.shift(back)))
+        for part in range(first // self.part, -(-last // self.part)):
+            begin = part * self.part - self.position
+            start, stop = (min(max(0, x), local.size) for x in (begin, begin + self.part))
+            for box in flat_boxes(local.shape, start, stop):
+                if (moved := box.shift(local.start)).intersect(common) is not None:
+                    yield Holding((*at, part), moved)
+
+
+def _unravel(index: int, degrees: Sequence[int]) -> tuple[int, ...]:
+    """The indices of a part, one for each cut of its dim."""
+    out = []
+    for n in reversed(degrees):
+        index, at = divmod(index, n)
+        out.append(at)
+    return tuple(reversed(out))
+
+
+@lru_cache(maxsize=64)  # a model has few distinct (size, cuts)
+def _bounds(n: int, degrees: tuple[int, ...]) -> NDArray[np.int64]:
+    """The index at which each part of a dim begins, and the end: ascending."""
+    start, size = np.zeros(1, np.int64), np.full(1, n, np.int64)
+    for degree in degrees:
+        step = -(-size // degree)
+        at = np.minimum(np.arange(degree) * step[:, None], size[:, None])
+        end = np.minimum((np.arange(degree) + 1) * step[:, None], size[:, None])
+        start, size = (start[:, None] + at).reshape(-1), (end - at).reshape(-1)
+    return np.append(start, n)

@@ -1,0 +1,359 @@
+"""What a rank states about the tensors that it holds: how a mesh holds them, instead of which boxes it holds itself.
+
+Ranks with equal descriptions state equal digests. Who writes a tensor follows from its description.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import zlib
+from collections.abc import Mapping
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ucformat.format.described import file_order
+from ucformat.format.distribution import Distribution, RankMesh
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.sources.dcp.names import Path
+from ucformat.torch.comm.wire import encode, message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.geometry.box import Box
+    from ucformat.torch.saving.assignment import WriteItem
+
+__all__ = [
+    "HASHES",
+    "Agreement",
+    "Description",
+    "Exceptions",
+    "Facts",
+    "More",
+    "Offer",
+    "Question",
+    "Row",
+    "Statement",
+    "WrittenRow",
+    "written_rows",
+]
+
+#: Hashes are below this, so that they fit in a signed integer of 64 bits.
+HASHES = 1 << 62
+
+Ranges = tuple[tuple[int, int], ...]  # of ranks, [start, stop), ascending
+Sums = tuple[tuple[int, int], ...]  # distinct checksums, and the first rank that has each
+
+
+@message
+class Facts:
+    """What ranks state besides descriptions.
+
+    Attributes:
+        aliases: tied names.
+        objects: the digests of objects, by name.
+        order: the numbers of the items of each description, by its digest.
+    """
+
+    aliases: Mapping[str, str]
+    objects: Mapping[str, str]
+    order: Mapping[bytes, tuple[int, ...]] = field(default_factory=dict)
+
+
+@message
+class Row:
+    """A tensor of a description, and the number of its distribution; -1: ranks hold it whole."""
+
+    info: TensorInfo
+    distribution: int
+    paths: tuple[Path, ...] = ()
+
+
+@message
+class Description:
+    """How the ranks of a mesh hold tensors; without a mesh, the ranks that state it hold them whole."""
+
+    mesh: RankMesh | None
+    distributions: tuple[Distribution, ...]
+    rows: tuple[Row, ...]
+
+
+@message
+class Exceptions:
+    """What is not the same for all tensors and ranks.
+
+    Attributes:
+        compared: tensors in several descriptions, whose checksums ranks state.
+        whole: the ranks that state each description without a mesh, by its digest.
+        left_out: the rows of descriptions that the ranks of another one write.
+    """
+
+    compared: tuple[Key, ...] = ()
+    whole: Mapping[bytes, Ranges] = field(default_factory=dict)
+    left_out: Mapping[bytes, tuple[int, ...]] = field(default_factory=dict)
+
+
+@message
+class Agreement:
+    """What rank 0 answers to all ranks at last.
+
+    Attributes:
+        attempt: the name of the attempt; None if the descriptions are incomplete or do not fit each other. Then all
+            ranks list their boxes.
+        providers: the rank that provides each object.
+        exceptions: None if there are none.
+    """
+
+    attempt: str | None = None
+    providers: Mapping[str, int] = field(default_factory=dict)
+    exceptions: Exceptions | None = None
+
+
+@message
+class Question:
+    """What rank 0 asks a rank for: what has these digests, and the checksums of tensors in several descriptions."""
+
+    digests: tuple[bytes, ...] = ()
+    compared: tuple[Key, ...] = ()
+
+
+@message
+class More:
+    """The answers of some consecutive ranks: compressed descriptions and facts by digest, checksums by label."""
+
+    sent: Mapping[bytes, bytes] = field(default_factory=dict)
+    sums: Mapping[bytes, Sums] = field(default_factory=dict)
+
+
+@message
+class Offer:
+    """What some consecutive ranks state.
+
+    Attributes:
+        options: the first rank with these options and `compared`, by a digest of both.
+        stated: the ranks that state a description, by its digest.
+        facts: the first rank that states these facts, by their digest.
+        balance: a sum over ranks, which is 0 over all ranks of a mesh if its replicas have equal checksums.
+        complete: whether they have described all that they hold.
+        sums: checksums of what is to be equal, by a label of it.
+    """
+
+    options: Mapping[bytes, int]
+    stated: Mapping[bytes, Ranges]
+    facts: Mapping[bytes, int]
+    balance: int
+    complete: bool
+    sums: Mapping[bytes, Sums]
+
+
+class WrittenRow(NamedTuple):
+    """A row of a description, its number there, and which of its replicas writes it (`Distribution.copy_of`)."""
+
+    number: int
+    row: Row
+    distribution: Distribution
+    writer: int
+
+
+class Statement:
+    """What one rank states: a description for each mesh, and one for whole tensors.
+
+    A distribution is stated only if its boxes on this rank are those of the item. If a tensor cannot be described, the
+    statement is incomplete.
+
+    Args:
+        rank: the rank.
+        items: what it holds.
+        distributions: of each item; None if it is not known.
+        facts: of the rank.
+    """
+
+    def __init__(
+        self, rank: int, items: Sequence[WriteItem], distributions: Sequence[Distribution | None], facts: Facts
+    ) -> None:
+        self.rank, self.items, self.facts, self._distributions = rank, items, facts, list(distributions)
+        self.complete = len({item.info.key for item in items}) == len(items)  # else merging of boxes reports it
+        self.coordinates: dict[RankMesh, tuple[int, ...] | None] = {}
+        rows: dict[RankMesh | None, list[tuple[int, Row]]] = {}
+        known: dict[RankMesh | None, dict[Distribution, int]] = {None: {}}
+        for number, (item, d) in enumerate(zip(items, distributions, strict=True)):
+            if d is not None and self._holds(item, d):
+                of_mesh = known.setdefault(d.mesh, {})
+                at = of_mesh.setdefault(d, len(of_mesh))
+                rows.setdefault(d.mesh, []).append((number, Row(item.info, at, item.paths)))
+            elif [b.shape for b in item.boxes] == [item.info.shape]:
+                rows.setdefault(None, []).append((number, Row(item.info, -1, item.paths)))
+            else:
+                self.complete = False
+        self._pieces: tuple[Exceptions, list[tuple[int, int]]] | None = None
+        self.descriptions: dict[bytes, Description] = {}
+        self.encoded: dict[bytes, bytes] = {}
+        self._order: dict[bytes, tuple[int, ...]] = {}
+        for mesh, numbered in rows.items():
+            description = Description(mesh, tuple(known[mesh]), tuple(row for _, row in numbered))
+            digest = self._keep(encode(description, Description))
+            self.descriptions[digest] = description
+            self._order[digest] = tuple(number for number, _ in numbered)
+        self._facts = self._keep(encode(replace(facts, order=self._order), Facts))
+        self._replicated = [
+            (digest, d, [self._order[digest][n] for n in numbers])
+            for digest, description in self.descriptions.items()
+            for d, numbers in _replicated(description)
+        ]
+
+    def is_of(self, items: Sequence[WriteItem], distributions: Sequence[Distribution | None], facts: Facts) -> bool:
+        """Whether another statement with these arguments would be equal.
+
+        Args:
+            items: as for a new one.
+            distributions: as for a new one.
+            facts: as for a new one.
+        """
+        return self.facts == facts and self._distributions == list(distributions) and self.items == items
+
+    def _keep(self, data: bytes) -> bytes:
+        digest = _digest(data)
+        self.encoded[digest] = data
+        return digest
+
+    def _holds(self, item: WriteItem, d: Distribution) -> bool:
+        """Whether this rank's boxes of an item follow from a distribution."""
+        if d.mesh not in self.coordinates:
+            self.coordinates[d.mesh] = d.mesh.coordinate(self.rank)
+        at, shape = self.coordinates[d.mesh], item.info.shape
+        return at is not None and d.fits(shape) and d.boxes(shape, at) == tuple(b for b in item.boxes if b.size)
+
+    def offer(self, options: str, sums: Sequence[NDArray[np.uint32]], compared: tuple[Key, ...]) -> Offer:
+        """What this rank sends to rank 0 first.
+
+        Args:
+            options: of the save, as text.
+            sums: the checksums of each item's pieces.
+            compared: tensors in several descriptions, as far as ranks know them from the last save.
+        """
+        found: dict[bytes, Sums] = {
+            digest: ((_hash(*(sums[n] for n in self._order[digest])), self.rank),)
+            for digest, d in self.descriptions.items()
+            if d.mesh is None
+        }
+        return Offer(
+            options={_digest(repr((options, compared)).encode(errors="surrogatepass")): self.rank},
+            stated=dict.fromkeys(self.descriptions, ((self.rank, self.rank + 1),)),
+            facts={self._facts: self.rank},
+            balance=self._balance(sums),
+            complete=self.complete,
+            sums={**found, **self.more(Question((), compared), sums).sums},
+        )
+
+    def more(self, question: Question, sums: Sequence[NDArray[np.uint32]]) -> More:
+        """What this rank answers to a question of rank 0.
+
+        Args:
+            question: the question.
+            sums: the checksums of each item's pieces.
+        """
+        compared = set(question.compared)
+        held = [(i, s) for i, s in zip(self.items, sums, strict=True) if i.info.key in compared] if compared else []
+        return More(
+            sent={digest: zlib.compress(self.encoded[digest], 1) for digest in question.digests},
+            sums={
+                _label(item.info, box): ((int(s), self.rank),)
+                for item, found in held
+                for box, s in zip(item.boxes, found, strict=True)
+            },
+        )
+
+    def _balance(self, sums: Sequence[NDArray[np.uint32]]) -> int:
+        """The hashes of what this rank holds as a replica, negative and multiplied for the first one."""
+        total = 0
+        for digest, d, numbers in self._replicated:
+            at = self.coordinates[d.mesh]
+            assert at is not None  # noqa: S101 - this rank holds what it states
+            part = np.array([-1 if axis in d.replicas else i for axis, i in enumerate(at)])
+            found = _hash(np.frombuffer(digest, np.uint8), part, *(sums[n] for n in numbers))
+            total += found * (1 if d.copy_of(at) else 1 - d.copies)
+        return total % HASHES
+
+    def pieces(self, exceptions: Exceptions) -> list[tuple[int, int]]:
+        """The (item, piece) that this rank writes, in the order of its file.
+
+        Args:
+            exceptions: from rank 0.
+        """
+        if self._pieces is not None and self._pieces[0] == exceptions:
+            return self._pieces[1]
+        mine: list[tuple[int, WrittenRow]] = []
+        for digest, d in self.descriptions.items():
+            for found in written_rows(d, digest, exceptions):
+                mesh = found.distribution.mesh
+                at = self.coordinates[mesh] if mesh in self.coordinates else mesh.coordinate(self.rank)
+                if at is not None and found.distribution.copy_of(at) == found.writer:
+                    mine.append((self._order[digest][found.number], found))
+        mine.sort(key=lambda m: file_order(m[1].row.info, m[1].distribution))
+        pieces = [(item, p) for item, _ in mine for p, b in enumerate(self.items[item].boxes) if b.size]
+        self._pieces = (exceptions, pieces)
+        return pieces
+
+
+def _replicated(description: Description) -> Iterable[tuple[Distribution, list[int]]]:
+    """The rows of a mesh that are replicated over the same axes, and a distribution that is."""
+    found: dict[tuple[int, ...], tuple[Distribution, list[int]]] = {}
+    for number, row in enumerate(description.rows if description.mesh else ()):
+        d = description.distributions[row.distribution]
+        if d.copies > 1:
+            found.setdefault(d.replicas, (d, []))[1].append(number)
+    return found.values()
+
+
+def written_rows(description: Description, digest: bytes, exceptions: Exceptions) -> Iterator[WrittenRow]:
+    """The rows that the ranks of a description write, balanced by bytes over the replicas of each part.
+
+    Args:
+        description: the description.
+        digest: its digest.
+        exceptions: from rank 0.
+    """
+    left_out = set(exceptions.left_out.get(digest, ()))
+    distributions = description.distributions
+    if description.mesh is None:
+        ranks = [rank for a, b in exceptions.whole[digest] for rank in range(a, b)]
+        distributions = (Distribution(RankMesh.of((len(ranks),), ranks)),)
+    loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # of replicas over these axes: (bytes, replica)
+    for d in distributions:
+        if d.replicas not in loads:
+            loads[d.replicas] = [(0, replica) for replica in range(d.copies)]
+    known = [(d, loads[d.replicas], d.copies) for d in distributions]
+
+    def largest_first(numbered: tuple[int, Row]) -> tuple[int, str, str]:
+        info = numbered[1].info
+        return (-info.nbytes, info.name, info.state)
+
+    for number, row in sorted(enumerate(description.rows), key=largest_first):
+        if number in left_out:
+            continue
+        d, heap, copies = known[row.distribution]
+        nbytes, writer = heap[0]
+        if copies > 1:
+            heapq.heapreplace(heap, (nbytes + row.info.nbytes * copies // d.mesh.size, writer))
+        yield WrittenRow(number, row, d, writer)
+
+
+def _hash(*parts: NDArray[Any]) -> int:
+    state = hashlib.sha256()
+    for part in parts:
+        state.update(np.ascontiguousarray(part).data)
+    return int.from_bytes(state.digest()[:8], "little") % HASHES
+
+
+def _label(info: TensorInfo, box: Box) -> bytes:
+    """What identifies a box of a tensor."""
+    return _digest(repr((*info.key, box.start, box.shape)).encode(errors="surrogatepass"))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:16]
