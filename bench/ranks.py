@@ -1,6 +1,6 @@
 """Plans of saves by up to 16,384 ranks, with the real planning functions: seconds, memory, bytes exchanged and stored.
 
-`python -m bench.ranks [--json] [--ranks N …]`. A process for each case and number of ranks. The states are real
+`python -m bench.ranks [--json] [--ranks N …]`. A process for each case, form and number of ranks. The states are real
 DTensors whose memory is one element, on a process group that sends nothing. Statements are made for rank 0, for the
 first and the last rank of each distinct description, and for 16 others; the message of each other rank is that of the
 first one that holds the same, under its own number. All messages are merged in the tree that ranks form.
@@ -310,12 +310,13 @@ def in_fork(act: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(act, arguments)
 
 
-def of_rank_zero(name: str, ranks: int, pipe: Any) -> dict[str, Any]:
+def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
     """The seconds of rank 0 for the first plan and the next one, its memory, and the bytes exchanged and stored."""
     from pathlib import Path
 
+    from ucformat.schema.tensors import TensorDoc, TensorTable
     from ucformat.torch.saving.agree import agree
-    from ucformat.torch.saving.plan import described_plan
+    from ucformat.torch.saving.plan import SaveOptions, described_plan, write_plan
     from ucformat.torch.saving.statement import Exceptions
     from ucformat.torch.saving.write import sidecar_of
 
@@ -323,19 +324,20 @@ def of_rank_zero(name: str, ranks: int, pipe: Any) -> dict[str, Any]:
     group: Any = RankZero(ranks, pipe)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     before = memory("VmRSS")
-    folder = f"data/{'0' * 20}"
-
+    options = SaveOptions("", form)
     known: list[Any] = []  # as `plan_save` keeps it
 
     def plan() -> tuple[Any, Any, bytes]:
-        answer, joined = agree(group, stated, name, sums, lambda: "0" * 20, equal=True)
+        answer, joined = agree(group, stated, name, sums, lambda: "0" * 20, equal=True, arrays=form == "zarr")
         if answer.attempt is None or joined is None:
             raise SystemExit(f"{name}: the descriptions do not fit each other")
-        stated.pieces(answer.exceptions or Exceptions())
         if not known or known[0] is not joined:
-            known[:] = [joined, described_plan(joined)]
+            part = write_plan(stated, answer.exceptions or Exceptions(), options)
+            known[:] = [joined, described_plan(joined, form), part]
         found = known[1]
-        return answer, found, sidecar_of(found.infos, (), (), folder, found.described)
+        if form == "zarr":
+            return answer, found, b""
+        return answer, found, sidecar_of(found.infos, (), (), f"data/{'0' * 20}", found.described)
 
     begun = time.process_time()
     answer, found, sidecar = plan()
@@ -346,32 +348,47 @@ def of_rank_zero(name: str, ranks: int, pipe: Any) -> dict[str, Any]:
     if not stated.is_of([replace(i) for i in stated.items], list(stated._distributions), stated.facts):  # noqa: SLF001
         raise SystemExit(f"{name}: an equal state is not found to be equal")
     plan()
+    again_s = time.process_time() - again
+    docs = [
+        TensorDoc(
+            name=a.info.name,
+            state=a.info.state,
+            dtype=a.info.dtype,
+            shape=a.info.shape,
+            chunk=a.grid.chunk,
+            shard=a.grid.shard,
+            digest=f"xxh3:{'0' * 32}",
+            path=a.path,
+        )
+        for a in (found.arrays("0" * 20, options) if form == "zarr" else ())
+    ]
     out = {
         "first_s": stating + first - begun,
-        "again_s": time.process_time() - again,
+        "again_s": again_s,
         "rss_mb": peak / 1e6,
         "exchanged_mb": exchanged / 1e6,
-        "metadata_mb": (len(sidecar) + len(found.table.as_json())) / 1e6,
+        "metadata_mb": (len(sidecar) + len((found.table or TensorTable.of(docs)).as_json())) / 1e6,
     }
     pipe.send(None)
     return {"row": out, "answer": answer}
 
 
-def of_other(name: str, rank: int, ranks: int, answer: Any) -> tuple[float, float]:
+def of_other(name: str, form: Any, rank: int, ranks: int, answer: Any) -> tuple[float, float]:
     """The processor seconds of another rank, and its memory in MB."""
     from pathlib import Path
 
+    from ucformat.torch.saving.plan import SaveOptions, write_plan
     from ucformat.torch.saving.statement import Exceptions
 
     stated, _, stating, _ = statement_of(CASES[name], rank, ranks)
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
     begun = time.process_time()
-    stated.pieces(answer.exceptions or Exceptions())
+    write_plan(stated, answer.exceptions or Exceptions(), SaveOptions("", form))
     return stating + time.process_time() - begun, (memory("VmHWM") - before) / 1e6
 
 
-def simulate(name: str, ranks: int) -> dict[str, Any]:
+def simulate(name: str, form: str, ranks: int) -> dict[str, Any]:
     """A row of the table."""
     case = CASES[name]
     fork = multiprocessing.get_context("fork")
@@ -379,7 +396,7 @@ def simulate(name: str, ranks: int) -> dict[str, Any]:
     tree = fork.Process(target=serve, args=(case, ranks, name, there))
     tree.start()
     listed = here.recv()
-    found = in_fork(of_rank_zero, name, ranks, here)
+    found = in_fork(of_rank_zero, name, form, ranks, here)
     tree.join()
     groups: dict[int, list[int]] = {}
     for rank in range(ranks):
@@ -387,10 +404,10 @@ def simulate(name: str, ranks: int) -> dict[str, Any]:
     chance = random.Random(ranks)
     some = chance.sample(sorted(groups), min(len(groups), 8))
     others = {r for g in some for r in (groups[g][0], groups[g][-1])} | set(chance.sample(range(ranks), 16))
-    measured = [in_fork(of_other, name, rank, ranks, found["answer"]) for rank in sorted(others - {0})]
+    measured = [in_fork(of_other, name, form, rank, ranks, found["answer"]) for rank in sorted(others - {0})]
     row = found["row"]
     return {
-        "case": name,
+        "case": f"{name}, {form}",
         "ranks": ranks,
         **{k: round(v, 3) for k, v in row.items()},
         "other_s": round(max(s for s, _ in measured), 3),
@@ -404,28 +421,29 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one list of rows")
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="numbers of ranks")
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--form", nargs="*", default=["packed", "zarr"], choices=["packed", "zarr"])
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         import ucformat.torch  # noqa: F401 - memory is counted above that of imports
 
-        print(json.dumps(simulate(given.case[0], given.ranks[0])))
+        print(json.dumps(simulate(given.case[0], given.form[0], given.ranks[0])))
         return
-    asked = [(case, ranks) for case in given.case for ranks in given.ranks]
+    asked = [(case, form, ranks) for case in given.case for form in given.form for ranks in given.ranks]
     with ThreadPoolExecutor(2) as pool:
         rows = list(pool.map(lambda one: run_alone(*one), asked))
     if given.json:
         print(json.dumps(rows))
         return
     heads = ("case", "ranks", "first_s", "again_s", "other_s", "rss_mb", "other_rss_mb", "exchanged_mb", "metadata_mb")
-    print("Packed saves. Seconds are those of the processor, memory is that above the state and the imports.\n")
+    print("Seconds are those of the processor, memory is that above the state and the imports.\n")
     print(table([*heads, "listed"], [[str(row[head]) for head in (*heads, "listed")] for row in rows]) + "\n")
     print(targets(*goals(rows)))
 
 
-def run_alone(case: str, ranks: int) -> dict[str, Any]:
+def run_alone(case: str, form: str, ranks: int) -> dict[str, Any]:
     """A row, from a process of its own."""
-    command = [sys.executable, "-m", "bench.ranks", "--one", "--case", case, "--ranks", str(ranks)]
+    command = [sys.executable, "-m", "bench.ranks", "--one", "--case", case, "--form", form, "--ranks", str(ranks)]
     row: dict[str, Any] = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
     print(json.dumps(row), file=sys.stderr)
     return row

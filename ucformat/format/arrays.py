@@ -28,12 +28,14 @@ __all__ = [
     "MAX_SHARDS",
     "Array",
     "array_doc",
+    "array_folders",
     "array_json",
     "folder_names",
     "grid_doc",
     "group_json",
     "lay_out",
     "metadata_documents",
+    "own_folder",
     "put_array",
     "put_file",
     "put_groups",
@@ -136,6 +138,32 @@ def shard_key(array: str, shard: tuple[int, ...]) -> str:
     return "/".join([array, "c", *map(str, shard)])
 
 
+def array_folders(keys: Iterable[Key]) -> dict[Key, str]:
+    """Choose the folders of arrays, below the attempt's `data` folder.
+
+    Args:
+        keys: of all tensors of the checkpoint.
+    """
+    by_state: dict[str, list[str]] = {}
+    for name, state in keys:
+        by_state.setdefault(state, []).append(name)
+    states = folder_names(by_state)
+    return {
+        Key(name, state): f"{states[state]}/{folder}"
+        for state, names in by_state.items()
+        for name, folder in folder_names(names).items()
+    }
+
+
+def own_folder(key: Key) -> str:
+    """Choose the folder of an array as `array_folders` does, if no other name differs from its own only in case.
+
+    Args:
+        key: of the tensor.
+    """
+    return array_folders([key])[key]
+
+
 @dataclass(frozen=True, slots=True)
 class Array:
     """A tensor, its grids, and the key of the folder that it is stored in."""
@@ -153,7 +181,11 @@ MAX_SHARDS = 10_000_000
 
 
 def lay_out(
-    infos: Sequence[TensorInfo], folder: str, chunk_bytes: int | None = None, shard_bytes: int | None = None
+    infos: Sequence[TensorInfo],
+    folder: str,
+    chunk_bytes: int | None = None,
+    shard_bytes: int | None = None,
+    folders: Mapping[Key, str] | None = None,
 ) -> list[Array]:
     """Choose grids and folders for tensors.
 
@@ -162,6 +194,7 @@ def lay_out(
         folder: the key of the attempt's `data` folder.
         chunk_bytes: the most bytes of a chunk (default 1 MiB).
         shard_bytes: the most bytes of a shard (default 128 MiB).
+        folders: of arrays, below `folder`, if these are not all tensors of the checkpoint (default: `array_folders`).
 
     Returns:
         An array for each tensor, in the same order.
@@ -176,15 +209,9 @@ def lay_out(
                 f"{info.name} ({info.state}) has {len(info.shape)} dims; an array has at most {MAX_DIMS}",
                 hint="reshape the tensor before saving it, or keep it in a packed or virtual checkpoint",
             )
-    states = folder_names(dict.fromkeys(i.state for i in infos))
-    folders = {s: folder_names(i.name for i in infos if i.state == s) for s in states}
+    found = array_folders(i.key for i in infos) if folders is None else folders
     arrays = [
-        Array(
-            i,
-            Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes),
-            f"{folder}/{states[i.state]}/{folders[i.state][i.name]}",
-        )
-        for i in infos
+        Array(i, Grid.of(i.shape, i.itemsize, chunk_bytes, shard_bytes), f"{folder}/{found[i.key]}") for i in infos
     ]
     for info, grid in ((a.info, a.grid) for a in arrays):
         if grid.count > MAX_SHARDS:

@@ -289,17 +289,12 @@ class Described:
 
 def _stored(d: Distribution, shape: tuple[int, ...], tiling: Tiling) -> NDArray[np.int64]:
     """The bytes of a tensor in the file of each coordinate, padded to the alignment; replicas have one index."""
-    elements, tiles = np.ones((), np.int64), np.ones((), np.int64)
-    for bounds, tile in zip(d.bounds(shape), tiling.tile, strict=True):
-        edges = np.diff(bounds)
-        elements = np.multiply.outer(elements, edges)
-        tiles = np.multiply.outer(tiles, np.where(edges > 0, -(-bounds[1:] // tile) - bounds[:-1] // tile, 0))
+    bounds = d.bounds(shape)
+    elements = d.by_axis([np.diff(b) for b in bounds])
+    tiles = d.by_axis([-(-b[1:] // tile) - b[:-1] // tile for b, tile in zip(bounds, tiling.tile, strict=True)])
     nbytes = elements * tiling.itemsize + np.where(elements > 0, tiles, 0) * CHECKSUM_BYTES
     padded: NDArray[np.int64] = -(-nbytes // ALIGNMENT) * ALIGNMENT
-    cuts = sorted(d.cuts, key=lambda cut: cut.dim)  # the order in which the parts of all dims are numbered
-    by_cut = padded.reshape([d.mesh.sizes[cut.axis] for cut in cuts])
-    by_axis = by_cut.transpose(np.argsort([cut.axis for cut in cuts])) if cuts else by_cut
-    return by_axis.reshape([1 if axis in d.replicas else n for axis, n in enumerate(d.mesh.sizes)])
+    return padded
 
 
 def describe(described: Described) -> DescribedDoc:

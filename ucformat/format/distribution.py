@@ -230,6 +230,44 @@ class Distribution:
         start, stop = (min(max(0, x), local.size) for x in (begin, begin + self.part))
         return tuple(box.shift(local.start) for box in flat_boxes(local.shape, start, stop))
 
+    def by_axis(self, parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+        """The product of the values of a coordinate's parts, as an array of one dim for each axis of the mesh.
+
+        Axes that cut no dim have one index.
+
+        Args:
+            parts: for each dim, a value of each of its parts (see `bounds`).
+        """
+        found = np.ones((), np.int64)
+        for values in parts:
+            found = np.multiply.outer(found, values)
+        cuts = sorted(self.cuts, key=lambda cut: cut.dim)  # the order in which the parts of all dims are numbered
+        by_cut = found.reshape([self.mesh.sizes[cut.axis] for cut in cuts])
+        by_axis = by_cut.transpose(np.argsort([cut.axis for cut in cuts])) if cuts else by_cut
+        cutting = {cut.axis for cut in cuts}
+        return by_axis.reshape([n if axis in cutting else 1 for axis, n in enumerate(self.mesh.sizes)])
+
+    def overlap(self, shape: tuple[int, ...], within: Box) -> NDArray[np.int64]:
+        """How many elements of a box each coordinate holds; replicas have one index. In flat buffers it is an estimate.
+
+        Args:
+            shape: of the tensor, in elements.
+            within: the box.
+        """
+        if self.flat is None:
+            ranges = zip(self.bounds(shape), within.start, within.stop, strict=True)
+            return self.by_axis([np.diff(b.clip(start, stop)) for b, start, stop in ranges])
+        out = np.zeros([n if axis in self.axes else 1 for axis, n in enumerate(self.mesh.sizes)], np.int64)
+        ends = np.arange(self.mesh.sizes[self.flat] + 1) * self.part
+        for at, local in self._locals(shape, within):
+            common, first, last = self._range(local, within)
+            index: list[int | slice] = [0] * out.ndim
+            for cut, i in zip(self.cuts, at, strict=True):
+                index[cut.axis] = i
+            index[self.flat] = slice(None)
+            out[tuple(index)] = -(-np.diff(ends.clip(first, last)) * common.size // (last - first))
+        return out
+
     def holdings(self, shape: tuple[int, ...], within: Box) -> Iterator[Holding]:
         """The boxes of all ranks that intersect a box of the tensor, each once for all its replicas, not clipped.
 
@@ -237,6 +275,14 @@ class Distribution:
             shape: of the tensor, in elements.
             within: the box.
         """
+        for found in self._locals(shape, within):
+            if self.flat is None:
+                yield found
+            else:
+                yield from self._parts(*found, within)
+
+    def _locals(self, shape: tuple[int, ...], within: Box) -> Iterator[Holding]:
+        """The boxes that the cuts leave, and that intersect a box."""
         if not within.size:
             return
         degrees = [self.degrees(d) for d in range(len(shape))]
@@ -252,18 +298,18 @@ class Distribution:
             if not local.size:
                 continue
             by_dim = [list(_unravel(i, d)) for i, d in zip(parts, degrees, strict=True)]
-            at = tuple(by_dim[c.dim].pop(0) for c in self.cuts)
-            if self.flat is None:
-                yield Holding(at, local)
-            else:
-                yield from self._parts(at, local, within)
+            yield Holding(tuple(by_dim[c.dim].pop(0) for c in self.cuts), local)
+
+    def _range(self, local: Box, within: Box) -> tuple[Box, int, int]:
+        """What a box has in common with a local tensor, and the range of the flat buffer that contains it."""
+        common = local.intersect(within)
+        assert common is not None  # noqa: S101 - the local tensor was found by it
+        first, last = flat_range(local.shape, common.shift(tuple(-a for a in local.start)))
+        return common, first + self.position, last + self.position
 
     def _parts(self, at: tuple[int, ...], local: Box, within: Box) -> Iterator[Holding]:
         """The boxes of a local tensor that a flat buffer contains."""
-        common = local.intersect(within)
-        assert common is not None  # noqa: S101 - the local tensor was found by it
-        back = tuple(-a for a in local.start)
-        first, last = (x + self.position for x in flat_range(local.shape, common.shift(back)))
+        common, first, last = self._range(local, within)
         for part in range(first // self.part, -(-last // self.part)):
             begin = part * self.part - self.position
             start, stop = (min(max(0, x), local.size) for x in (begin, begin + self.part))

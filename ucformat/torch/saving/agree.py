@@ -1,4 +1,4 @@
-"""Agreement of all ranks on who writes what in the packed form.
+"""Agreement of all ranks on who writes what, by descriptions.
 
 What ranks state is merged on the way to rank 0, which asks for each distinct description once.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ucformat.errors import UsageError
+from ucformat.format.arrays import array_folders, own_folder
 from ucformat.torch.comm.wire import Addressed, decode
 from ucformat.torch.saving.equality import object_owners
 from ucformat.torch.saving.statement import (
@@ -54,6 +55,7 @@ def agree(
     begin: Callable[[], str],
     *,
     equal: bool,
+    arrays: bool,
 ) -> tuple[Agreement, Joined | None]:
     """Agree on who writes what; all ranks call this together.
 
@@ -64,6 +66,7 @@ def agree(
         sums: the checksums of each item's pieces.
         begin: begins the attempt on rank 0, and returns its name.
         equal: whether replicas must have equal checksums.
+        arrays: whether tensors get folders, whose names may not differ only in case.
 
     Returns:
         the answer of rank 0, which has an attempt unless ranks have to list their boxes; on rank 0 all descriptions.
@@ -75,7 +78,7 @@ def agree(
     joiner: _Joiner = group.cache.setdefault("joiner", _Joiner())
     compared: tuple[Key, ...] = group.cache.get("compared", ())  # equal on all ranks, or the options are not
     if not group.rank:
-        joiner.begin(statement, compared, begin, equal=equal)
+        joiner.begin(statement, compared, begin, equal=equal, arrays=arrays)
     offer = statement.offer(options, sums, compared)
     answer: Question | Agreement = group.combine(offer, merge_offers, Offer, joiner.answer, Question | Agreement)
     while isinstance(answer, Question):
@@ -94,13 +97,21 @@ class _Joiner:
         self._plan: tuple[Any, Exceptions | None] | None = None
         self._compared: tuple[Key, ...] = ()
         self._begin: Callable[[], str] = str
-        self._equal = True
+        self._equal, self._arrays = True, False
         self.joined: Joined | None = None
 
-    def begin(self, statement: Statement, compared: tuple[Key, ...], begin: Callable[[], str], *, equal: bool) -> None:
+    def begin(
+        self,
+        statement: Statement,
+        compared: tuple[Key, ...],
+        begin: Callable[[], str],
+        *,
+        equal: bool,
+        arrays: bool,
+    ) -> None:
         """Prepare for the offers of a save; see `agree`."""
         self._seen |= statement.encoded
-        self._compared, self._begin, self._equal = compared, begin, equal
+        self._compared, self._begin, self._equal, self._arrays = compared, begin, equal, arrays
 
     def answer(self, offer: Offer) -> Question | Agreement | Addressed:
         """The answer to the offers of all ranks."""
@@ -121,7 +132,7 @@ class _Joiner:
             asked[first[digest]] = (*asked.get(first[digest], ()), digest)
         if asked:
             return Addressed(Question(), {rank: Question(digests) for rank, digests in asked.items()})
-        key = (offer.stated, offer.facts)
+        key = (offer.stated, offer.facts, self._arrays)
         if self._plan is None or self._plan[0] != key:
             self._plan = (key, self._join(offer))
         plan = self._plan[1]
@@ -171,7 +182,9 @@ class _Joiner:
         if any(key.name in tied for key in first):  # some ranks do not know that it is tied
             return None
         whole = {digest: offer.stated[digest] for _, digest, d in stated if d.mesh is None}
-        plan = Exceptions(tuple(sorted(several)), whole, left_out)
+        folders = array_folders(first) if self._arrays else {}
+        folders = {key: folder for key, folder in folders.items() if folder != own_folder(key)}
+        plan = Exceptions(tuple(sorted(several)), whole, left_out, folders)
         order: dict[bytes, tuple[int, ...]] = {}
         for _, facts in sorted(stating, key=lambda f: f[0]):
             order = {**facts.order, **order}

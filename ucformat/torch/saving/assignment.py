@@ -53,7 +53,10 @@ class GlobalTensor:
 
 @message
 class Fragment:
-    """A box of tensor number `tensor`, which the sender holds in piece `piece` of its item `item`."""
+    """A box of tensor number `tensor`, which the sender holds in piece `piece` of its item `item`.
+
+    If tensors were described, only the sender knows its item and piece; for others they are -1.
+    """
 
     sender: int
     tensor: int

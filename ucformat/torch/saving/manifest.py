@@ -28,9 +28,10 @@ from ucformat.torch.saving.write import Leaves, sidecar_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
     from ucformat.storage.base import Store
-    from ucformat.torch.saving.plan import Assignment, GlobalPlan, SaveOptions
+    from ucformat.torch.saving.plan import GlobalPlan, SaveOptions
     from ucformat.torch.state.local import LocalState
 
 __all__ = ["SaveMetadata", "StateInfo", "WriteReport", "manifest_of", "state_info"]
@@ -148,7 +149,7 @@ def manifest_of(
     metadata: SaveMetadata,
     attempt: Attempt,
     plan: GlobalPlan,
-    assignment: Assignment,
+    arrays: Sequence[Array],
     written: Sequence[WriteReport],
 ) -> Manifest:
     """Write the sidecar and the objects, and return the manifest; all other files must be durable.
@@ -159,7 +160,7 @@ def manifest_of(
         metadata: of the checkpoint.
         attempt: under which the files were written.
         plan: of all ranks.
-        assignment: of rank 0.
+        arrays: all of the Zarr form.
         written: the reports of all ranks.
 
     Raises:
@@ -173,12 +174,12 @@ def manifest_of(
         tensors = plan.table or TensorTable.of(())
     else:
         grid = grid_doc(options.chunk_bytes, options.shard_bytes)
-        leaves: list[dict[tuple[int, ...], bytes]] = [{} for _ in plan.infos]
+        leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
         for w in written:
-            for tensor, at, found in w.leaves:
-                leaves[tensor][at] = found
-        rows = zip(assignment.arrays(options), leaves, plan.paths, strict=True)
-        tensors = TensorTable.of(replace(array_doc(a, found), at=at) for a, found, at in rows)
+            for key, at, found in w.leaves:
+                leaves[key][at] = found
+        rows = zip(arrays, plan.paths, strict=True)
+        tensors = TensorTable.of(replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows)
     first = written[0].state
     return Manifest(
         id=new_id(),

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucformat.errors import UsageError
-from ucformat.format.arrays import lay_out
-from ucformat.format.chunking import Tiling
+from ucformat.format.arrays import lay_out, own_folder
+from ucformat.format.chunking import Grid, Tiling
 from ucformat.format.commit import begin
 from ucformat.format.described import Described, DescribedRow, file_order
 from ucformat.format.digest import document_digest
-from ucformat.geometry.tensor import TensorInfo
+from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.torch.comm.wire import decode, encode, message
 from ucformat.torch.saving.agree import agree
@@ -31,6 +31,7 @@ from ucformat.torch.saving.assignment import (
     merge_items,
 )
 from ucformat.torch.saving.equality import check_replicas, checksums, manifest_paths, object_owners, paths_by_key
+from ucformat.torch.saving.shards import plan_shards
 from ucformat.torch.saving.statement import Exceptions, Facts, Statement
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class GlobalPlan:
         tensors: all tensors, if their boxes were listed.
         items: of each rank, likewise.
         pieces: the (item, piece) that each rank writes, if boxes were listed and the form is packed.
-        described: all tensors, if they were described.
+        described: all tensors, if they were described and the form is packed.
         table: all tensors as in the manifest; None if they are arrays.
     """
 
@@ -115,15 +116,34 @@ class GlobalPlan:
     described: Described | None = None
     table: TensorTable | None = None
 
+    def arrays(self, attempt: str, options: SaveOptions) -> list[Array]:
+        """Return all arrays of the Zarr form.
+
+        Args:
+            attempt: under which they are written.
+            options: of the save.
+        """
+        return lay_out(self.infos, f"data/{attempt}", options.chunk_bytes, options.shard_bytes)
+
 
 @message
 class WritePlan:
-    """The part of one rank: `pieces` in the packed form; `batches` in the Zarr form, and the messages that it sends."""
+    """The part of one rank.
 
-    infos: tuple[TensorInfo, ...]
-    pieces: tuple[tuple[int, int], ...] = ()  # (item, piece)
+    Attributes:
+        infos: in the Zarr form, the tensors to which batches and messages refer by number: all of the checkpoint, or
+            those of the rank's items if tensors were described.
+        pieces: in the packed form, the (item, piece) that the rank writes.
+        batches: in the Zarr form, what it writes.
+        messages: in the Zarr form, what it sends.
+        folders: of the arrays, if tensors were described.
+    """
+
+    infos: tuple[TensorInfo, ...] = ()
+    pieces: tuple[tuple[int, int], ...] = ()
     batches: tuple[ShardBatch, ...] = ()
     messages: tuple[Transfer, ...] = ()
+    folders: Mapping[Key, str] | None = None
 
 
 @message
@@ -135,12 +155,13 @@ class Assignment:
     object_names: frozenset[str]
 
     def arrays(self, options: SaveOptions) -> list[Array]:
-        """Return the arrays of the Zarr form.
+        """Return the arrays of the Zarr form to which this rank's part refers.
 
         Args:
             options: of the save.
         """
-        return lay_out(self.part.infos, f"data/{self.attempt}", options.chunk_bytes, options.shard_bytes)
+        part = self.part
+        return lay_out(part.infos, f"data/{self.attempt}", options.chunk_bytes, options.shard_bytes, part.folders)
 
 
 @message
@@ -171,7 +192,7 @@ def plan_save(
 ) -> tuple[Assignment, Attempt | None, GlobalPlan | None]:
     """Plan a save in one small collective, if nothing but values has changed since the last one.
 
-    All ranks call this together. They describe their tensors if the form is packed, and otherwise list their boxes.
+    All ranks call this together. They describe their tensors, or list their boxes if some rank cannot.
 
     Args:
         group: the ranks.
@@ -190,10 +211,9 @@ def plan_save(
     with group.sharing_errors():
         sums = checksums(held.items, held.elements)
         digests = {k: document_digest(v) for k, v in held.objects.items()}
-    if options.form == "packed":
-        found = _plan_described(group, options, store, held, sums, digests)
-        if found is not None:
-            return found
+    found = _plan_described(group, options, store, held, sums, digests)
+    if found is not None:
+        return found
     with group.sharing_errors():
         encoded = encode(tuple(held.items), _Items)
         digest = hashlib.sha256(encoded + encode(held.aliases, Mapping[str, str])).hexdigest()
@@ -224,12 +244,16 @@ def _plan_described(
     sums: Sequence[NDArray[np.uint32]],
     digests: Mapping[str, str],
 ) -> tuple[Assignment, Attempt | None, GlobalPlan | None] | None:
-    """`plan_save` of the packed form; None if all ranks have to list their boxes."""
+    """`plan_save` by descriptions; None if all ranks have to list their boxes."""
+    arrays, grid = options.form == "zarr", (options.form, options.chunk_bytes, options.shard_bytes)
     with group.sharing_errors():
         facts = Facts(held.aliases, digests)
-        statement: Statement | None = group.cache.get("statement")
-        if statement is None or not statement.is_of(held.items, held.distributions, facts):
-            statement = group.cache["statement"] = Statement(group.rank, held.items, held.distributions, facts)
+        stated: tuple[Any, Statement] | None = group.cache.get("statement")
+        if stated is None or stated[0] != grid or not stated[1].is_of(held.items, held.distributions, facts):
+            if arrays:  # which raises if a tensor cannot be an array
+                lay_out([i.info for i in held.items], "", options.chunk_bytes, options.shard_bytes)
+            stated = group.cache["statement"] = (grid, Statement(group.rank, held.items, held.distributions, facts))
+    statement = stated[1]
     attempt: Attempt | None = None
 
     def begun() -> str:
@@ -237,34 +261,58 @@ def _plan_described(
         attempt = begin(store, {"save": uuid4().hex}, overwrite=options.overwrite)
         return attempt.id
 
-    answer, joined = agree(group, statement, str(options), sums, begun, equal=options.replicas == "equal")
+    equal = options.replicas == "equal"
+    answer, joined = agree(group, statement, str(options), sums, begun, equal=equal, arrays=arrays)
     if answer.attempt is None:
         return None
-    pieces = statement.pieces(answer.exceptions or Exceptions())
     objects = frozenset(name for name, rank in answer.providers.items() if rank == group.rank)
-    assignment = Assignment(answer.attempt, WritePlan((), pieces=tuple(pieces)), objects)
+    exceptions = answer.exceptions or Exceptions()
+    part: tuple[Statement, Exceptions, WritePlan] | None = group.cache.get("described part")
+    if part is None or part[0] is not statement or part[1] != exceptions:
+        part = group.cache["described part"] = (statement, exceptions, write_plan(statement, exceptions, options))
+    assignment = Assignment(answer.attempt, part[2], objects)
     if joined is None:
         return assignment, attempt, None
-    known: tuple[Joined, GlobalPlan] | None = group.cache.get("described")
-    if known is None or known[0] is not joined:
-        known = group.cache["described"] = (joined, described_plan(joined))
-    return assignment, attempt, known[1]
+    plan: tuple[Joined, str, GlobalPlan] | None = group.cache.get("described plan")
+    if plan is None or plan[0] is not joined or plan[1] != options.form:
+        plan = group.cache["described plan"] = (joined, options.form, described_plan(joined, options.form))
+    return assignment, attempt, plan[2]
 
 
-def described_plan(joined: Joined) -> GlobalPlan:
+def write_plan(statement: Statement, exceptions: Exceptions, options: SaveOptions) -> WritePlan:
+    """Return the part of one rank, which follows from what it states.
+
+    Args:
+        statement: of the rank.
+        exceptions: from rank 0.
+        options: of the save.
+    """
+    if options.form == "packed":
+        return WritePlan(pieces=tuple(statement.pieces(exceptions)))
+    infos = tuple(item.info for item in statement.items)
+    folders = {i.key: exceptions.folders.get(i.key) or own_folder(i.key) for i in infos}
+    grids = [Grid.of(i.shape, i.itemsize, options.chunk_bytes, options.shard_bytes) for i in infos]
+    batches, messages = plan_shards(statement, exceptions, grids)
+    return WritePlan(infos, batches=batches, messages=messages, folders=folders)
+
+
+def described_plan(joined: Joined, form: Form) -> GlobalPlan:
     """Return the plan of described tensors, in the order of rank 0, then of further ranks.
 
     Args:
         joined: all descriptions.
+        form: of the checkpoint.
     """
     infos = tuple(w.row.info for _, w in sorted(joined.rows, key=lambda r: r[0]))
+    paths = manifest_paths(infos, paths_by_key(((rank, d.rows) for rank, d in joined.stated), {}))
+    if form == "zarr":
+        return GlobalPlan(infos, paths)
     number = {info.key: n for n, info in enumerate(infos)}
     written = sorted((w for _, w in joined.rows), key=lambda w: file_order(w.row.info, w.distribution))
     rows = [
         DescribedRow(number[i.key], w.distribution, w.writer, Tiling.of(i.shape, i.itemsize).tile)
         for w, i in ((w, w.row.info) for w in written)
     ]
-    paths = manifest_paths(infos, paths_by_key(((rank, d.rows) for rank, d in joined.stated), {}))
     return GlobalPlan(infos, paths, described=Described(rows, infos, ""), table=_table(infos, paths))
 
 
@@ -325,7 +373,7 @@ def _make(
     if options.form == "packed":
         pieces = [tuple(p) for p in assign_pieces(tensors, len(items))]
         return GlobalPlan(infos, paths, tuple(tensors), tuple(items), tuple(pieces), table=_table(infos, paths)), [
-            WritePlan(infos, pieces=p) for p in pieces
+            WritePlan(pieces=p) for p in pieces
         ]
     grids = [a.grid for a in lay_out(infos, "", options.chunk_bytes, options.shard_bytes)]
     batches, messages = assign_shards(tensors, len(items), grids)

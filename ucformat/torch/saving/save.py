@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from ucformat.format.arrays import Array
     from ucformat.schema.manifest import LineageDoc
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
@@ -89,8 +90,11 @@ def write_checkpoint(
     held = Held(items, distributions, state.aliases, state.objects, elements)
     assignment, attempt, plan = plan_save(group, options, store, held)
     planned = time.monotonic()
+    arrays: list[Array] = []  # all of the checkpoint, on rank 0
     try:
-        written: Any = _write(state, options, assignment, store, group, elements, progress, threads)
+        if plan is not None and options.form == "zarr":
+            arrays = plan.arrays(assignment.attempt, options)
+        written: Any = _write(state, options, assignment, store, group, elements, progress, threads, arrays)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         written = error
     seconds = time.monotonic() - planned
@@ -104,7 +108,7 @@ def write_checkpoint(
         assert attempt is not None  # noqa: S101 - rank 0 has both
         assert plan is not None  # noqa: S101
         nonlocal needed
-        manifest = manifest_of(store, options, metadata, attempt, plan, assignment, all_written)
+        manifest = manifest_of(store, options, metadata, attempt, plan, arrays, all_written)
         needed = True  # also if the commit is interrupted
         try:
             done = commit(store, attempt, manifest)
@@ -132,8 +136,9 @@ def _write(
     elements: Callable[[int, int], Elements],
     progress: Callable[[int], None],
     threads: int,
+    every: Sequence[Array],
 ) -> WriteReport:
-    """Write this rank's part of the checkpoint, and make it durable."""
+    """Write this rank's part of the checkpoint, and make it durable; rank 0 has every array of the Zarr form."""
     nbytes, counting = 0, threading.Lock()
 
     def wrote(n: int) -> None:
@@ -162,11 +167,12 @@ def _write(
             wrote,
             threads,
         )
-        for number in sorted({tensor for tensor, at, _ in leaves if not any(at)}):
-            put_array(store, arrays[number])
-        if not group.rank:
-            put_groups(store, arrays)
-            for array in arrays:
+        by_key = {a.info.key: a for a in arrays}
+        for key in sorted({key for key, at, _ in leaves if not any(at)}):
+            put_array(store, by_key[key])
+        if every:
+            put_groups(store, every)
+            for array in every:
                 if not array.grid.count:  # no rank writes a shard of it
                     put_array(store, array)
     store.flush()

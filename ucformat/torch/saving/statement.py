@@ -40,6 +40,7 @@ __all__ = [
     "Row",
     "Statement",
     "WrittenRow",
+    "distributions_of",
     "written_rows",
 ]
 
@@ -91,11 +92,13 @@ class Exceptions:
         compared: tensors in several descriptions, whose checksums ranks state.
         whole: the ranks that state each description without a mesh, by its digest.
         left_out: the rows of descriptions that the ranks of another one write.
+        folders: of arrays whose folders do not follow from their names alone.
     """
 
     compared: tuple[Key, ...] = ()
     whole: Mapping[bytes, Ranges] = field(default_factory=dict)
     left_out: Mapping[bytes, tuple[int, ...]] = field(default_factory=dict)
+    folders: Mapping[Key, str] = field(default_factory=dict)
 
 
 @message
@@ -190,18 +193,17 @@ class Statement:
                 rows.setdefault(None, []).append((number, Row(item.info, -1, item.paths)))
             else:
                 self.complete = False
-        self._pieces: tuple[Exceptions, list[tuple[int, int]]] | None = None
         self.descriptions: dict[bytes, Description] = {}
         self.encoded: dict[bytes, bytes] = {}
-        self._order: dict[bytes, tuple[int, ...]] = {}
+        self.order: dict[bytes, tuple[int, ...]] = {}
         for mesh, numbered in rows.items():
             description = Description(mesh, tuple(known[mesh]), tuple(row for _, row in numbered))
             digest = self._keep(encode(description, Description))
             self.descriptions[digest] = description
-            self._order[digest] = tuple(number for number, _ in numbered)
-        self._facts = self._keep(encode(replace(facts, order=self._order), Facts))
+            self.order[digest] = tuple(number for number, _ in numbered)
+        self._facts = self._keep(encode(replace(facts, order=self.order), Facts))
         self._replicated = [
-            (digest, d, [self._order[digest][n] for n in numbers])
+            (digest, d, [self.order[digest][n] for n in numbers])
             for digest, description in self.descriptions.items()
             for d, numbers in _replicated(description)
         ]
@@ -237,7 +239,7 @@ class Statement:
             compared: tensors in several descriptions, as far as ranks know them from the last save.
         """
         found: dict[bytes, Sums] = {
-            digest: ((_hash(*(sums[n] for n in self._order[digest])), self.rank),)
+            digest: ((_hash(*(sums[n] for n in self.order[digest])), self.rank),)
             for digest, d in self.descriptions.items()
             if d.mesh is None
         }
@@ -285,19 +287,15 @@ class Statement:
         Args:
             exceptions: from rank 0.
         """
-        if self._pieces is not None and self._pieces[0] == exceptions:
-            return self._pieces[1]
         mine: list[tuple[int, WrittenRow]] = []
         for digest, d in self.descriptions.items():
             for found in written_rows(d, digest, exceptions):
                 mesh = found.distribution.mesh
                 at = self.coordinates[mesh] if mesh in self.coordinates else mesh.coordinate(self.rank)
                 if at is not None and found.distribution.copy_of(at) == found.writer:
-                    mine.append((self._order[digest][found.number], found))
+                    mine.append((self.order[digest][found.number], found))
         mine.sort(key=lambda m: file_order(m[1].row.info, m[1].distribution))
-        pieces = [(item, p) for item, _ in mine for p, b in enumerate(self.items[item].boxes) if b.size]
-        self._pieces = (exceptions, pieces)
-        return pieces
+        return [(item, p) for item, _ in mine for p, b in enumerate(self.items[item].boxes) if b.size]
 
 
 def _replicated(description: Description) -> Iterable[tuple[Distribution, list[int]]]:
@@ -310,6 +308,20 @@ def _replicated(description: Description) -> Iterable[tuple[Distribution, list[i
     return found.values()
 
 
+def distributions_of(description: Description, digest: bytes, exceptions: Exceptions) -> tuple[Distribution, ...]:
+    """The distributions of a description; without a mesh one, in which all ranks that state it are replicas.
+
+    Args:
+        description: the description.
+        digest: its digest.
+        exceptions: from rank 0.
+    """
+    if description.mesh is not None:
+        return description.distributions
+    ranks = [rank for a, b in exceptions.whole[digest] for rank in range(a, b)]
+    return (Distribution(RankMesh.of((len(ranks),), ranks)),)
+
+
 def written_rows(description: Description, digest: bytes, exceptions: Exceptions) -> Iterator[WrittenRow]:
     """The rows that the ranks of a description write, balanced by bytes over the replicas of each part.
 
@@ -319,10 +331,7 @@ def written_rows(description: Description, digest: bytes, exceptions: Exceptions
         exceptions: from rank 0.
     """
     left_out = set(exceptions.left_out.get(digest, ()))
-    distributions = description.distributions
-    if description.mesh is None:
-        ranks = [rank for a, b in exceptions.whole[digest] for rank in range(a, b)]
-        distributions = (Distribution(RankMesh.of((len(ranks),), ranks)),)
+    distributions = distributions_of(description, digest, exceptions)
     loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # of replicas over these axes: (bytes, replica)
     for d in distributions:
         if d.replicas not in loads:

@@ -18,6 +18,7 @@ from ucformat.format.described import ALIGNMENT, packed_file
 from ucformat.format.shard import BAND_BYTES, write_shard
 from ucformat.format.sidecar import NO_BLOCK, PLACED, Columns, encode_columns
 from ucformat.geometry.box import row_major
+from ucformat.geometry.tensor import Key
 from ucformat.reading.execute import place_checksum
 from ucformat.storage.strided import checksum, copy
 from ucformat.storage.upload import unit_for
@@ -159,8 +160,8 @@ def sidecar_of(
     return encode_columns(columns, [packed_file(folder, r) for r in range(len(assigned))])
 
 
-#: Number of the tensor, index of the shard in the grid, digests of its chunks.
-Leaves = list[tuple[int, tuple[int, ...], bytes]]
+#: The tensor, index of the shard in the grid, digests of its chunks.
+Leaves = list[tuple[Key, tuple[int, ...], bytes]]
 
 
 def write_shards(
@@ -182,7 +183,7 @@ def write_shards(
     Args:
         store: where the shards are written.
         group: the ranks.
-        arrays: of the checkpoint.
+        arrays: to which batches and messages refer by number.
         batches: of this rank.
         messages: what this rank sends, in order.
         elements: returns the array of a fragment of this rank.
@@ -205,7 +206,7 @@ def write_shards(
                     return _write(store, group.rank, arrays, shard, received, elements, progress)
 
                 found = list((map if threads == 1 else pool.map)(one, batch.shards))
-                leaves.extend((s.tensor, s.at, f) for s, f in zip(batch.shards, found, strict=True))
+                leaves.extend((arrays[s.tensor].info.key, s.at, f) for s, f in zip(batch.shards, found, strict=True))
 
             receiving = [other.submit(_receive, group, arrays, batch, this) for batch in batches[:1]]
             for number, batch in enumerate(batches):
