@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -90,6 +91,13 @@ def test_holdings_are_all_boxes_that_intersect(case: tuple[tuple[int, ...], Dist
     for at in coordinates(found.mesh.sizes):
         assert found.copy_of(at) < found.copies
         assert found.coordinate(tuple(at[axis] for axis in found.axes), found.copy_of(at)) == at
+    overlap = np.broadcast_to(found.overlap(shape, within), found.mesh.sizes)
+    for at in coordinates(found.mesh.sizes):
+        common = [c for box in found.boxes(shape, at) if (c := box.intersect(within)) is not None]
+        if found.flat is None:
+            assert overlap[at] == sum(box.size for box in common)
+        else:  # an estimate that never misses a holder
+            assert overlap[at] >= bool(common)
 
 
 def test_an_axis_cuts_once_and_a_flat_buffer_holds_the_whole_tensor() -> None:
