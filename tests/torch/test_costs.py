@@ -27,15 +27,9 @@ def test_a_plan_is_made_once_and_anew_where_the_state_changed(ranks: Ranks, tmp_
     told = found[1]
     check_plans(tmp_path)
     assert abs(told["second"] - told["third"]) < 100
-    assert told["one rank"] > 2 * told["same again"]  # the other rank's state is the same, and has to be told again
-    if form == "packed":  # of descriptions that are equal to those of rank 0, rank 1 tells only digests
-        assert told["second"] <= told["first"] < told["second"] + 1000
-        assert abs(told["other"] - told["first"]) < 100
-        return
-    assert max(told["second"], told["third"]) < told["first"] / 2
-    assert told["other"] > told["first"]
-    assert told["same again"] < told["other"] / 2
-    assert told["back"] > 0.9 * told["first"]
+    assert told["one rank"] > told["same again"] + 500  # the other rank's state is the same, and has to be told again
+    assert told["second"] <= told["first"] < told["second"] + 1000  # otherwise rank 1 tells only digests
+    assert abs(told["other"] - told["first"]) < 100
 
 
 def check_plans(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def agree(
         UsageError: a tensor's dtype or shape, or objects differ between ranks.
         Conflict: from `begin`.
     """
-    joiner: _Joiner = group.cache.setdefault("joiner", _Joiner())
+    joiner: _Joiner = group.cache.pop("joiner", None) or _Joiner()  # a save of another thread gets one of its own
     compared: tuple[Key, ...] = group.cache.get("compared", ())  # equal on all ranks, or the options are not
     if not group.rank:
         joiner.begin(statement, compared, begin, equal=equal, arrays=arrays)
@@ -84,7 +84,9 @@ def agree(
     while isinstance(answer, Question):
         compared = answer.compared or compared
         answer = group.combine(statement.more(answer, sums), merge_more, More, joiner.add, Question | Agreement)
-    group.cache["compared"] = compared
+    # Where several threads save, ranks may keep those of different saves: without an attempt, all begin anew.
+    group.cache["compared"] = () if answer.attempt is None else compared
+    group.cache["joiner"] = joiner
     return answer, joiner.joined
 
 
