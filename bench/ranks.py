@@ -1,9 +1,11 @@
-"""Plans of saves by up to 16,384 ranks, with the real planning functions: seconds, memory, bytes exchanged and stored.
+"""Plans of saves and loads by up to 16,384 ranks, with the real planning functions: seconds, memory, and bytes.
 
-`python -m bench.ranks [--json] [--ranks N …]`. A process for each case, form and number of ranks. The states are real
-DTensors whose memory is one element, on a process group that sends nothing. Statements are made for rank 0, for the
-first and the last rank of each distinct description, and for 16 others; the message of each other rank is that of the
-first one that holds the same, under its own number. All messages are merged in the tree that ranks form.
+`python -m bench.ranks [--json] [--ranks N …]`. A process for each case and number of ranks. Statements are made for
+rank 0, for the first and the last rank of each distinct description, and for 16 others; the message of each other rank
+is that of the first one that holds the same, under its own number. All messages are merged in the tree that ranks form.
+
+Up to 256 ranks, all statements are made: what all ranks write, piece by piece, is compared with the extents that a
+reader of the manifest and the sidecar gets, and what each rank expects from others with what these send.
 """
 
 from __future__ import annotations
@@ -15,205 +17,32 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from bench.common import table, targets
+from bench.ranks_cases import CASES, statement_of, tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+
+    from bench.ranks_cases import Case
 
 RANKS = (64, 256, 1024, 4096, 16384)
-STATES = (("weight", "bfloat16"), ("master", "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
-LAYERS, HIDDEN, FFN, VOCAB, KV = 126, 16384, 53248, 128256, 1024
-DENSE, EXPERTS, EP = 3, 256, 64  # layers without experts, experts of each other layer, and ranks over which these are
+FORMS = ("packed", "zarr")
+COMPARED = 256  # ranks, at most
 DEPTH = 8  # at most, of the tree: connections that an answer to one rank takes
-
-
-def llama() -> dict[str, tuple[int, ...]]:
-    """The parameters of Llama 405B."""
-    out: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, HIDDEN)}
-    for layer in range(LAYERS):
-        name = f"layers.{layer}"
-        out |= {
-            f"{name}.attn.q.weight": (HIDDEN, HIDDEN),
-            f"{name}.attn.k.weight": (KV, HIDDEN),
-            f"{name}.attn.v.weight": (KV, HIDDEN),
-            f"{name}.attn.o.weight": (HIDDEN, HIDDEN),
-            f"{name}.mlp.gate.weight": (FFN, HIDDEN),
-            f"{name}.mlp.up.weight": (FFN, HIDDEN),
-            f"{name}.mlp.down.weight": (HIDDEN, FFN),
-            f"{name}.norm1.weight": (HIDDEN,),
-            f"{name}.norm2.weight": (HIDDEN,),
-        }
-    return out | {"norm.weight": (HIDDEN,), "head.weight": (VOCAB, HIDDEN)}
-
-
-def deepseek() -> dict[str, tuple[int, ...]]:
-    """The parameters of DeepSeek-V3 that all ranks share; `experts` has the others."""
-    out: dict[str, tuple[int, ...]] = {"embed.weight": (129280, 7168)}
-    for layer in range(61):
-        name = f"layers.{layer}"
-        out |= {
-            f"{name}.attn.q_a.weight": (1536, 7168),
-            f"{name}.attn.q_a_norm.weight": (1536,),
-            f"{name}.attn.q_b.weight": (24576, 1536),
-            f"{name}.attn.kv_a.weight": (576, 7168),
-            f"{name}.attn.kv_a_norm.weight": (512,),
-            f"{name}.attn.kv_b.weight": (32768, 512),
-            f"{name}.attn.o.weight": (7168, 16384),
-            f"{name}.norm1.weight": (7168,),
-            f"{name}.norm2.weight": (7168,),
-        }
-        kind, width = ("mlp", 18432) if layer < DENSE else ("shared", 2048)
-        out |= {f"{name}.{kind}.{m}.weight": (width, 7168) for m in ("gate", "up")}
-        out[f"{name}.{kind}.down.weight"] = (7168, width)
-        if layer >= DENSE:
-            out |= {f"{name}.router.weight": (EXPERTS, 7168), f"{name}.router.bias": (EXPERTS,)}
-    return out | {"norm.weight": (7168,), "head.weight": (129280, 7168)}
-
-
-def experts(index: int) -> dict[str, tuple[int, ...]]:
-    """The parameters of the experts that one of 64 expert-parallel ranks holds."""
-    mine = range(index * EXPERTS // EP, (index + 1) * EXPERTS // EP)
-    return {
-        f"layers.{layer}.experts.{e}.{m}.weight": (7168, 2048) if m == "down" else (2048, 7168)
-        for layer in range(DENSE, 61)
-        for e in mine
-        for m in ("gate", "up", "down")
-    }
-
-
-class Held(NamedTuple):
-    """Parameters on a mesh: the sizes of its axes, its ranks in row-major order, and the placements of each state."""
-
-    sizes: tuple[int, ...]
-    ranks: Sequence[int]
-    shapes: dict[str, tuple[int, ...]]
-    place: Callable[[str, str, tuple[int, ...]], list[Any]]
-
-
-class Case(NamedTuple):
-    """A way to distribute a model: what a rank holds, and the group of ranks that hold the same tensors."""
-
-    held: Callable[[int, int], list[Held]]
-    group: Callable[[int, int], int]
-
-
-def fsdp2(rank: int, ranks: int) -> list[Held]:
-    from torch.distributed.tensor import Shard
-
-    del rank
-    return [Held((ranks,), range(ranks), llama(), lambda *_: [Shard(0)])]
-
-
-def hsdp(rank: int, ranks: int) -> list[Held]:
-    from torch.distributed.tensor import Replicate, Shard
-
-    del rank
-    return [Held((ranks // 32, 32), range(ranks), llama(), lambda *_: [Replicate(), Shard(0)])]
-
-
-def stages(ranks: int) -> int:
-    return min(16, ranks // 16)
-
-
-def zero1(rank: int, ranks: int) -> list[Held]:
-    """Tensor-parallel by 8, pipeline-parallel by up to 16; optimizer states are sharded over data-parallel ranks."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    pp = stages(ranks)
-    dp, each = ranks // 8 // pp, ranks // pp
-    stage = rank // each
-    first, last = LAYERS * stage // pp, LAYERS * (stage + 1) // pp
-
-    def of(name: str) -> bool:
-        if name.startswith("layers."):
-            return first <= int(name.split(".")[1]) < last
-        return stage == (0 if name.startswith("embed") else pp - 1)
-
-    def place(name: str, state: str, shape: tuple[int, ...]) -> list[Any]:
-        dim = 1 if name.endswith(("o.weight", "down.weight")) else 0
-        if state == "weight":
-            return [Replicate(), Shard(dim) if len(shape) > 1 else Replicate()]
-        if len(shape) == 1:
-            return [Shard(0), Replicate()]
-        return [Shard(0) if dim else _StridedShard(0, split_factor=8), Shard(dim)]
-
-    return [Held((dp, 8), range(stage * each, (stage + 1) * each), {n: s for n, s in llama().items() if of(n)}, place)]
-
-
-def expert_parallel(rank: int, ranks: int) -> list[Held]:
-    from torch.distributed.tensor import Shard
-
-    every = Held((ranks,), range(ranks), deepseek(), lambda *_: [Shard(0)])
-    mine = range(rank % EP, ranks, EP)
-    return [every, Held((len(mine),), mine, experts(rank % EP), lambda *_: [Shard(0)])]
-
-
-CASES = {
-    "405B FSDP2": Case(fsdp2, lambda _, ranks: ranks * 0),
-    "405B HSDP": Case(hsdp, lambda _, ranks: ranks * 0),
-    "405B TP8 PP ZeRO-1": Case(zero1, lambda rank, ranks: rank // (ranks // stages(ranks))),
-    "DeepSeek-V3 EP64": Case(expert_parallel, lambda rank, _: rank % EP),
-}
-
-
-def statement_of(case: Case, rank: int, ranks: int) -> tuple[Any, list[Any], float, float]:
-    """What a rank states, the checksums of its pieces, and the processor seconds for this and to collect its state.
-
-    Its tensors are DTensors whose memory is one element.
-    """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from ucformat.torch.saving.assignment import WriteItem
-    from ucformat.torch.saving.equality import checksums
-    from ucformat.torch.saving.manifest import state_info
-    from ucformat.torch.saving.statement import Facts, Statement
-    from ucformat.torch.state.elements import elements_of, host_memory
-    from ucformat.torch.state.local import LocalState, local_of
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    tensors = []
-    try:
-        for held in case.held(rank, ranks):
-            places = torch.tensor(list(held.ranks)).reshape(held.sizes)
-            mesh = DeviceMesh("cpu", places, _init_backend=False, _rank=rank)
-
-            @cache  # layers repeat, and no value differs
-            def made(shape: tuple[int, ...], dtype: str, placements: tuple[Any, ...], mesh: Any = mesh) -> Any:
-                local, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
-                one = torch.empty((), dtype=getattr(torch, dtype)).expand(local)
-                strides = torch.empty(shape, device="meta").stride()
-                return DTensor.from_local(
-                    one, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
-                )
-
-            tensors += [
-                (name, state, made(shape, dtype, tuple(held.place(name, state, shape))))
-                for name, shape in held.shapes.items()
-                for state, dtype in STATES
-            ]
-    finally:
-        dist.destroy_process_group()
-    begun = time.process_time()
-    shards = tuple(local_of(*tensor) for tensor in tensors)
-    collected = time.process_time()
-    info = state_info(LocalState(shards))
-    items = [WriteItem(i, tuple(p.box for p in pieces)) for i, pieces in info.tensors]
-    memories = [host_memory(s.tensor) for s in shards]
-    sums = checksums(items, lambda n, p: elements_of(shards[n].pieces[p], memories[n], shards[n].info.itemsize))
-    distributions = [info.distributions[n] if n >= 0 else None for n in info.distributed]
-    stated = Statement(rank, items, distributions, Facts({}, {}))
-    return stated, sums, time.process_time() - collected, collected - begun
+ATTEMPT = "0" * 20
+TP = "405B TP8 PP ZeRO-1"  # the layout under which models are also loaded
+SAVE = (
+    "case", "ranks", "first_s", "again_s", "other_s", "rss_mb", "other_rss_mb", "exchanged_mb", "metadata_mb",
+    "listed", "differ",
+)  # fmt: skip
+LOADED = ("load_s", "load_rss_mb", "load_files", "load_ranges", "load_sizes", "load_read")
+LOAD = ("case", "ranks", *LOADED, *(f"tp_{k}" for k in LOADED))
 
 
 class Tree:
@@ -223,14 +52,11 @@ class Tree:
         from ucformat.torch.comm.tree import parents_of
 
         self._parents = parents_of([str(rank // 8) for rank in range(ranks)])
-        groups: dict[int, list[int]] = {}
-        for rank in range(ranks):
-            groups.setdefault(case.group(rank, ranks), []).append(rank)
         self._of: list[Any] = [None] * ranks  # the statement and checksums of each rank's group
         self._offers: list[Any] = [None] * ranks
         self.listed = 0
-        for members in groups.values():
-            stated, sums, _, _ = statement_of(case, members[0], ranks)
+        for members in groups_of(case, ranks).values():
+            stated, sums, _ = statement_of(case, members[0], ranks)
             self.listed += not stated.complete
             for rank in members:
                 stated.rank = rank
@@ -262,6 +88,14 @@ class Tree:
             else:
                 first.append(data)
         return first[::-1], sent
+
+
+def groups_of(case: Case, ranks: int) -> dict[int, list[int]]:
+    """The ranks that hold the same tensors."""
+    groups: dict[int, list[int]] = {}
+    for rank in range(ranks):
+        groups.setdefault(case.group(rank, ranks), []).append(rank)
+    return groups
 
 
 def serve(case: Case, ranks: int, text: str, pipe: Any) -> None:
@@ -298,10 +132,23 @@ class RankZero:
         return answer
 
 
-def memory(what: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
-    with open("/proc/self/status") as status:  # noqa: PTH123
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(what))
+class Memory:
+    """The most memory of this process since the object was made, above what it had then."""
+
+    def __init__(self) -> None:
+        from pathlib import Path
+
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        self._before = self._now("VmRSS")
+
+    @staticmethod
+    def _now(what: str) -> int:
+        with open("/proc/self/status") as status:  # noqa: PTH123
+            return next(int(line.split()[1]) << 10 for line in status if line.startswith(what))
+
+    def peak_mb(self) -> float:
+        """In megabytes."""
+        return (self._now("VmHWM") - self._before) / 1e6
 
 
 def in_fork(act: Callable[..., Any], *arguments: Any) -> Any:
@@ -311,24 +158,20 @@ def in_fork(act: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
-    """The seconds of rank 0 for the first plan and the next one, its memory, and the bytes exchanged and stored."""
-    from pathlib import Path
-
-    from ucformat.schema.tensors import TensorDoc, TensorTable
+    """The seconds of rank 0 for the first plan and the next one, its memory, the bytes exchanged, and the metadata."""
     from ucformat.torch.saving.agree import agree
     from ucformat.torch.saving.plan import SaveOptions, described_plan, write_plan
     from ucformat.torch.saving.statement import Exceptions
     from ucformat.torch.saving.write import sidecar_of
 
-    stated, sums, stating, _ = statement_of(CASES[name], 0, ranks)
+    stated, sums, stating = statement_of(CASES[name], 0, ranks)
     group: Any = RankZero(ranks, pipe)
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    before = memory("VmRSS")
+    memory = Memory()
     options = SaveOptions("", form)
     known: list[Any] = []  # as `plan_save` keeps it
 
     def plan() -> tuple[Any, Any, bytes]:
-        answer, joined = agree(group, stated, name, sums, lambda: "0" * 20, equal=True, arrays=form == "zarr")
+        answer, joined = agree(group, stated, name, sums, lambda: ATTEMPT, equal=True, arrays=form == "zarr")
         if answer.attempt is None or joined is None:
             raise SystemExit(f"{name}: the descriptions do not fit each other")
         if not known or known[0] is not joined:
@@ -337,19 +180,34 @@ def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
         found = known[1]
         if form == "zarr":
             return answer, found, b""
-        return answer, found, sidecar_of(found.infos, (), (), f"data/{'0' * 20}", found.described)
+        return answer, found, sidecar_of(found.infos, (), (), f"data/{ATTEMPT}", found.described)
 
     begun = time.process_time()
     answer, found, sidecar = plan()
     first = time.process_time()
     exchanged = group.exchanged
-    peak = memory("VmHWM") - before
+    peak = memory.peak_mb()
     again = time.process_time()
     if not stated.is_of([replace(i) for i in stated.items], list(stated._distributions), stated.facts):  # noqa: SLF001
         raise SystemExit(f"{name}: an equal state is not found to be equal")
     plan()
     again_s = time.process_time() - again
-    docs = [
+    manifest = manifest_with(found.table or table_of(found.arrays(ATTEMPT, options)), sidecar, ranks)
+    row = {
+        "first_s": stating + first - begun,
+        "again_s": again_s,
+        "rss_mb": peak,
+        "exchanged_mb": exchanged / 1e6,
+        "metadata_mb": (len(sidecar) + len(manifest)) / 1e6,
+    }
+    return {"row": row, "answer": answer, "manifest": manifest, "sidecar": sidecar}
+
+
+def table_of(arrays: list[Any]) -> Any:
+    """The tensors of a manifest, for arrays that were not written."""
+    from ucformat.schema.tensors import TensorDoc, TensorTable
+
+    return TensorTable.of(
         TensorDoc(
             name=a.info.name,
             state=a.info.state,
@@ -357,63 +215,183 @@ def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
             shape=a.info.shape,
             chunk=a.grid.chunk,
             shard=a.grid.shard,
-            digest=f"xxh3:{'0' * 32}",
+            digest=f"xxh3:{n:032x}",
             path=a.path,
         )
-        for a in (found.arrays("0" * 20, options) if form == "zarr" else ())
-    ]
-    out = {
-        "first_s": stating + first - begun,
-        "again_s": again_s,
-        "rss_mb": peak / 1e6,
-        "exchanged_mb": exchanged / 1e6,
-        "metadata_mb": (len(sidecar) + len((found.table or TensorTable.of(docs)).as_json())) / 1e6,
-    }
-    pipe.send(None)
-    return {"row": out, "answer": answer}
+        for n, a in enumerate(arrays)
+    )
 
 
-def of_other(name: str, form: Any, rank: int, ranks: int, answer: Any) -> tuple[float, float]:
-    """The processor seconds of another rank, and its memory in MB."""
-    from pathlib import Path
+def manifest_with(tensors: Any, sidecar: bytes, ranks: int) -> bytes:
+    """A manifest as a save by so many ranks writes it."""
+    from datetime import UTC, datetime
 
+    from ucformat.format.digest import bytes_digest
+    from ucformat.format.structure import manifest_bytes
+    from ucformat.schema.manifest import Manifest, SidecarDoc, WriterDoc
+
+    path = f"data/{ATTEMPT}/extents.safetensors"
+    manifest = Manifest(
+        id="0" * 32,
+        attempt=ATTEMPT,
+        created=datetime.now(UTC),
+        sidecar=SidecarDoc(path=path, nbytes=len(sidecar), digest=bytes_digest(sidecar)) if sidecar else None,
+        writers=tuple(WriterDoc(nbytes=10**9 + n, seconds=10 + n / 7, stall=n / 70_000) for n in range(ranks)),
+        tensors=tensors,
+    )
+    return manifest_bytes(manifest)
+
+
+def of_other(name: str, rank: int, ranks: int, answers: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """The processor seconds of another rank, and its memory in MB, for each form."""
     from ucformat.torch.saving.plan import SaveOptions, write_plan
     from ucformat.torch.saving.statement import Exceptions
 
-    stated, _, stating, _ = statement_of(CASES[name], rank, ranks)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory("VmRSS")
+    stated, _, stating = statement_of(CASES[name], rank, ranks)
+    out = {}
+    for form, answer in answers.items():
+        memory, begun = Memory(), time.process_time()
+        write_plan(stated, answer.exceptions or Exceptions(), SaveOptions("", form))  # type: ignore[arg-type]
+        out[form] = (stating + time.process_time() - begun, memory.peak_mb())
+    return out
+
+
+def opened(found: dict[str, Any]) -> Any:
+    """The checkpoint of a manifest and a sidecar; its store has files of any size, and counts what is asked of it."""
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.format.commit import MANIFEST
+    from ucformat.format.universal import Universal, grid_of
+    from ucformat.storage.base import Info
+    from ucformat.storage.memory import MemoryStore
+
+    class Store(MemoryStore):
+        asked: int = 0
+        arrays: dict[str, Any]
+
+        def info(self, key: str) -> Info:
+            self.asked += 1
+            path, _, at = key.partition("/c")
+            if path not in self.arrays:
+                return Info(key, 1 << 50, "0")
+            index = tuple(int(i) for i in at.split("/")[1:])
+            return Info(key, self.arrays[path].file_nbytes(index), "0")
+
+    store = Store(uuid4().hex)
+    store.put_if_absent(MANIFEST, found["manifest"])
+    if found["sidecar"]:
+        store.put_if_absent(f"data/{ATTEMPT}/extents.safetensors", found["sidecar"])
+    store.arrays = {}
+    before = Memory(), time.process_time()
+    ck = Checkpoint(Universal(store))
+    seconds = time.process_time() - before[1]
+    store.arrays = {d.path: grid_of(d) for d in ck.source.docs.values() if d.path}  # type: ignore[attr-defined]
+    return ck, store, seconds
+
+
+def of_load(name: str, rank: int, ranks: int, found: dict[str, Any]) -> dict[str, float]:
+    """What a load costs a rank before it reads: to open the checkpoint, match its tensors, and plan the ranges."""
+    from ucformat.reading.plan import make_plan
+    from ucformat.reading.rank import item_for
+    from ucformat.reading.read import _check_sizes
+    from ucformat.torch.loading.match import match, stored_names
+    from ucformat.torch.state.local import local_of
+
+    shards = [local_of(*tensor) for tensor in tensors_of(CASES[name], rank, ranks)]
+    memory = Memory()
+    ck, store, seconds = opened(found)
     begun = time.process_time()
-    write_plan(stated, answer.exceptions or Exceptions(), SaveOptions("", form))
-    return stating + time.process_time() - begun, (memory("VmHWM") - before) / 1e6
+    matched, problems = match(shards, {}, ck, stored_names(ck, None), cast=False)
+    if problems.lines(unexpected=False):
+        raise SystemExit(f"{name}: {problems.lines(unexpected=False)[:3]}")
+    items = [item_for(ck.source, m.stored, [(n, p) for p in m.target.pieces]) for n, m in enumerate(matched)]
+    plan = make_plan(items)
+    _check_sizes(plan, ck.source.store)
+    return {
+        "load_s": seconds + time.process_time() - begun,
+        "load_rss_mb": memory.peak_mb(),
+        "load_files": len(plan.files),
+        "load_ranges": plan.ranges,
+        "load_sizes": store.asked,
+        "load_read": plan.bytes_read / plan.bytes_needed,
+    }
 
 
-def simulate(name: str, form: str, ranks: int) -> dict[str, Any]:
-    """A row of the table."""
+def differences(name: str, ranks: int, found: dict[str, Any]) -> int:
+    """How many pieces or messages differ: as written and as read, as sent and as received."""
+    from ucformat.format.chunking import Tiling
+    from ucformat.format.described import ALIGNMENT
+    from ucformat.format.universal import grid_of
+    from ucformat.torch.saving.plan import SaveOptions, write_plan
+    from ucformat.torch.saving.statement import Exceptions
+
+    extents: Counter[Any] = Counter()  # as written minus as read, and as sent minus as received
+    ck, _, _ = opened(found["packed"])
+    described = ck.source.sidecar().described
+    number = {(i.name, i.state): n for n, i in enumerate(ck.metadata.tensor_list.tensors)}
+    for n in number.values():
+        for rank, box, offset in described.stored(n):
+            extents[n, rank, offset, box] -= 1
+    owners: Counter[Any] = Counter()
+    for key, doc in opened(found["zarr"])[0].source.docs.items():
+        owners.update({(key, at): -1 for at in grid_of(doc).shards()})
+    for rank in range(ranks):
+        stated, _, _ = statement_of(CASES[name], rank, ranks)
+        plans = {
+            form: write_plan(stated, found[form]["answer"].exceptions or Exceptions(), SaveOptions("", form))
+            for form in ("packed", "zarr")
+        }
+        end = 0
+        for item, piece in plans["packed"].pieces:
+            info, box = stated.items[item].info, stated.items[item].boxes[piece]
+            end += -end % ALIGNMENT
+            extents[number[info.key], rank, end, box] += 1
+            end += Tiling.of(info.shape, info.itemsize).nbytes(box)
+        zarr = plans["zarr"]
+        for at, batch in enumerate(zarr.batches):
+            for task in batch.shards:
+                owners[stated.items[task.tensor].info.key, task.at] += 1
+            for sender in {f.sender for s in batch.shards for f in s.fragments} - {rank}:
+                sent = tuple((stated.items[f.tensor].info.key, f.box) for f in batch.sent_by(sender))
+                extents[sender, rank, at, hash(sent)] -= 1
+        for message in zarr.messages:
+            sent = tuple((stated.items[f.tensor].info.key, f.box) for f in message.fragments)
+            extents[rank, message.to, message.number, hash(sent)] += 1
+    return sum(n != 0 for n in (*extents.values(), *owners.values()))
+
+
+def simulate(name: str, ranks: int) -> list[dict[str, Any]]:
+    """The rows of both forms."""
     case = CASES[name]
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe()
     tree = fork.Process(target=serve, args=(case, ranks, name, there))
     tree.start()
     listed = here.recv()
-    found = in_fork(of_rank_zero, name, form, ranks, here)
+    found = {form: in_fork(of_rank_zero, name, form, ranks, here) for form in FORMS}
+    here.send(None)
     tree.join()
-    groups: dict[int, list[int]] = {}
-    for rank in range(ranks):
-        groups.setdefault(case.group(rank, ranks), []).append(rank)
-    chance = random.Random(ranks)
+    groups, chance = groups_of(case, ranks), random.Random(ranks)
     some = chance.sample(sorted(groups), min(len(groups), 8))
     others = {r for g in some for r in (groups[g][0], groups[g][-1])} | set(chance.sample(range(ranks), 16))
-    measured = [in_fork(of_other, name, form, rank, ranks, found["answer"]) for rank in sorted(others - {0})]
-    row = found["row"]
-    return {
-        "case": f"{name}, {form}",
-        "ranks": ranks,
-        **{k: round(v, 3) for k, v in row.items()},
-        "other_s": round(max(s for s, _ in measured), 3),
-        "other_rss_mb": round(max(m for _, m in measured), 1),
-        "listed": listed,
-    }
+    answers = {form: found[form]["answer"] for form in FORMS}
+    measured = [in_fork(of_other, name, rank, ranks, answers) for rank in sorted(others - {0})]
+    differ = in_fork(differences, name, ranks, found) if ranks <= COMPARED else None
+    rows = []
+    for form in FORMS:
+        row = {
+            "case": f"{name}, {form}",
+            "ranks": ranks,
+            **found[form]["row"],
+            "other_s": max(m[form][0] for m in measured),
+            "other_rss_mb": max(m[form][1] for m in measured),
+            "listed": listed,
+            "differ": differ,
+        }
+        for under, layout in {"": name, **({"tp_": TP} if "405B" in name else {})}.items():
+            load = in_fork(of_load, layout, ranks // 2, ranks, found[form])
+            row |= {f"{under}{k}": v for k, v in load.items()}
+        rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+    return rows
 
 
 def main() -> None:
@@ -421,32 +399,34 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one list of rows")
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="numbers of ranks")
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--form", nargs="*", default=["packed", "zarr"], choices=["packed", "zarr"])
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         import ucformat.torch  # noqa: F401 - memory is counted above that of imports
 
-        print(json.dumps(simulate(given.case[0], given.form[0], given.ranks[0])))
+        print(json.dumps(simulate(given.case[0], given.ranks[0])))
         return
-    asked = [(case, form, ranks) for case in given.case for form in given.form for ranks in given.ranks]
+    asked = [(case, ranks) for ranks in sorted(given.ranks, reverse=True) for case in given.case[::-1]]  # longest first
     with ThreadPoolExecutor(2) as pool:
-        rows = list(pool.map(lambda one: run_alone(*one), asked))
+        rows = [row for found in pool.map(lambda one: run_alone(*one), asked) for row in found]
+    order = {case: n for n, case in enumerate(CASES)}
+    rows.sort(key=lambda row: (order[row["case"].rpartition(", ")[0]], row["case"], row["ranks"]))
     if given.json:
         print(json.dumps(rows))
         return
-    heads = ("case", "ranks", "first_s", "again_s", "other_s", "rss_mb", "other_rss_mb", "exchanged_mb", "metadata_mb")
     print("Seconds are those of the processor, memory is that above the state and the imports.\n")
-    print(table([*heads, "listed"], [[str(row[head]) for head in (*heads, "listed")] for row in rows]) + "\n")
+    for heads in (SAVE, LOAD):
+        print(table(list(heads), [[str(row.get(head, "")) for head in heads] for row in rows]) + "\n")
     print(targets(*goals(rows)))
 
 
-def run_alone(case: str, form: str, ranks: int) -> dict[str, Any]:
-    """A row, from a process of its own."""
-    command = [sys.executable, "-m", "bench.ranks", "--one", "--case", case, "--form", form, "--ranks", str(ranks)]
-    row: dict[str, Any] = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
-    print(json.dumps(row), file=sys.stderr)
-    return row
+def run_alone(case: str, ranks: int) -> list[dict[str, Any]]:
+    """The rows of a case, from a process of its own."""
+    command = [sys.executable, "-m", "bench.ranks", "--one", "--case", case, "--ranks", str(ranks)]
+    rows: list[dict[str, Any]] = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+    for row in rows:
+        print(json.dumps(row), file=sys.stderr)
+    return rows
 
 
 def goals(rows: list[dict[str, Any]]) -> list[tuple[str, str, float]]:
@@ -458,8 +438,11 @@ def goals(rows: list[dict[str, Any]]) -> list[tuple[str, str, float]]:
         limits = {
             "first_s": 10 if large else 3, "again_s": 0.1, "rss_mb": 500, "other_s": 1, "other_rss_mb": 200,
             "exchanged_mb": 20, "metadata_mb": 15 if large else 3, "listed": 0,
+            **{k: 1 if k.endswith("_s") else 300 for k in last if k.endswith(("load_s", "load_rss_mb"))},
         }  # fmt: skip
         out += [(f"{case}, {last['ranks']} ranks: {k}", f"<= {limit}", last[k]) for k, limit in limits.items()]
+        compared = [row for row in of_case if row["differ"] is not None]
+        out += [(f"{case}, {row['ranks']} ranks: differ", "<= 0", row["differ"]) for row in compared]
         middle = next((row for row in of_case if row["ranks"] == 1024), None)
         if middle and last is not middle:
             growing = ("first_s", "rss_mb", "metadata_mb")
