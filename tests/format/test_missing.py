@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -103,12 +104,38 @@ def test_sizes_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 asking -= 1
             return super().info(key)
 
-    monkeypatch.setattr(universal, "_LARGE_BYTES", 0)
     ck = ucformat.open(Slow("at-once"))
     layout = ucformat.Layout({}, [{"match": "*", "place": ["replicate"]}])
-    plan = ck.plan(layout, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(universal, "_LARGE_BYTES", 0)
+        ck.plan(layout, 0)
     assert most > 2
+    plan = ucformat.open(Slow("at-once")).plan(layout, 0)
     most = 0
     monkeypatch.setattr(reading, "_CHECK_SIZES", 0)
     assert all(np.array_equal(a, arrays[k]) for k, a in plan.execute().items())
     assert most > 2
+
+
+def test_sizes_are_asked_for_once_and_only_of_files_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(4096.0, dtype=np.float32).reshape(64, 64)
+    source = Checkpoint(FakeSource.write(MemoryStore("needed-source"), {("t", "weight"): array}))
+    ucformat.convert(source, MemoryStore("needed"), chunk_bytes=1024, shard_bytes=2048)
+    asked: list[str] = []
+
+    class Counting(MemoryStore):
+        def info(self, key: str) -> Info:
+            asked.append(key)
+            return super().info(key)
+
+    monkeypatch.setattr(universal, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(reading, "_CHECK_SIZES", 0)
+    monkeypatch.setattr(Counting, "costs", replace(MemoryStore.costs, parallel=8))  # else reading asks, too
+    layout = ucformat.Layout({"dp": 8}, [{"match": "*", "place": [{"shard": 0, "over": "dp"}]}])
+    ck = ucformat.open(Counting("needed"))
+    asked.clear()
+    plan = ck.plan(layout, 3)
+    assert asked == list(plan.files)
+    (found,) = plan.execute().values()
+    assert np.array_equal(found, array[24:32])
+    assert sorted(asked[1:]) == sorted([*plan.files, "manifest.json"])  # whether they have changed meanwhile

@@ -14,6 +14,7 @@ from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.structure import manifest_problems, read_manifest, refuse
+from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.readable import (
     CheckpointMetadata,
@@ -28,13 +29,12 @@ from ucformat.schema.manifest import GroupDoc, Manifest
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.schema.values import loads
 from ucformat.storage.local import LocalStore
-from ucformat.storage.watched import WatchedStore
+from ucformat.storage.watched import WatchedStore, first_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ucformat.format.sidecar import Sidecar
-    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Tiles
     from ucformat.schema.manifest import FileDoc
     from ucformat.storage.base import Store
@@ -244,7 +244,7 @@ class Universal:
         grid = grid_of(doc)
         if not doc.nbytes:
             return
-        self._check_large(doc, grid)
+        self._check_large(doc, grid, Box.whole(doc.shape) if within is None else within)
         for shard in grid.shards(within):
             yield grid.tiles(shard, shard_key(doc.path, shard))
 
@@ -263,17 +263,18 @@ class Universal:
             self._missing[path] = max(0, count - sum(1 for _ in self.store.list(f"{path}/c")))
         return self._missing[path]
 
-    def _check_large(self, doc: TensorDoc, grid: Grid) -> None:
-        """Before planning, raise IntegrityError if a manifest claims a large size for small files."""
-        if doc.nbytes < _LARGE_BYTES and grid.count < _LARGE_SHARDS:
+    def _check_large(self, doc: TensorDoc, grid: Grid, within: Box) -> None:
+        """Before planning, raise IntegrityError if a manifest claims a large size for small files that are needed."""
+        if not within.size or (doc.nbytes < _LARGE_BYTES and grid.count < _LARGE_SHARDS):
             return
         if (missing := self.missing_shards(doc)) > grid.count // 2:  # bounds the work by the files that exist
             raise MissingData(f"{doc.name} ({doc.state}): {missing:,} of its {grid.count:,} shards are missing")
-        last = tuple((n - 1) // s for n, s in zip(doc.shape, grid.shard, strict=True))
-        for shard in (last, (0,) * len(last)):
+        first = tuple(n // s for n, s in zip(within.start, grid.shard, strict=True))
+        last = tuple((n - 1) // s for n, s in zip(within.stop, grid.shard, strict=True))
+        for shard in dict.fromkeys((last, first)):
             key = shard_key(str(doc.path), shard)
             try:
-                size, expected = self.store.info(key).size, grid.file_nbytes(shard)
+                size, expected = first_info(self.store, key).size, grid.file_nbytes(shard)
             except NotFound as error:
                 raise MissingData(f"{doc.name} ({doc.state}): {error.message}") from error
             if size != expected:

@@ -14,6 +14,7 @@ from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import execute
 from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.storage.concurrency import map_io
+from ucformat.storage.watched import first_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -167,7 +168,7 @@ def _check_sizes(plan: Plan, store: Store) -> None:
 
     def size_of(file: str) -> int:
         try:
-            return store.info(file).size
+            return first_info(store, file).size
         except NotFound as error:
             raise MissingData(error.message) from error
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Checksums, Info, Ranges, Store
 
-__all__ = ["WatchedStore", "check_unchanged", "find_watched"]
+__all__ = ["WatchedStore", "check_unchanged", "find_watched", "first_info"]
 
 Observer = Callable[[str, int, memoryview], None]
 
@@ -79,6 +79,14 @@ class WatchedStore(WrappedStore):
                     return  # the read raises the error
                 self._seen.setdefault(key, found)
             self._read[key] = None
+
+    def recorded(self, key: str) -> Info | None:
+        """The version with which a file's version is compared in the end; None if there is none yet.
+
+        Args:
+            key: key of the file.
+        """
+        return self._seen.get(key)
 
     def changed(self, ignore: Collection[str]) -> list[str]:
         """The files that were read and have changed or are gone; requests the version of each once.
@@ -157,6 +165,20 @@ def find_watched(store: Store) -> WatchedStore | None:
             return store
         store = store.inner
     return None
+
+
+def first_info(store: Store, key: str) -> Info:
+    """What is recorded of a file since its checkpoint was opened; requested if nothing is.
+
+    Args:
+        store: the store, or a wrapper of it.
+        key: key of the file.
+
+    Raises:
+        NotFound: there is no such file.
+    """
+    found = find_watched(store)
+    return (found.recorded(key) if found else None) or store.info(key)
 
 
 def check_unchanged(store: Store, outcome: str, ignore: Collection[str] = ()) -> None:
