@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifes
 from ucformat.schema.tensors import TensorTable
 from ucformat.schema.values import dumps
 from ucformat.sources.dcp.names import Path
-from ucformat.torch.comm.wire import message
+from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.saving.write import Leaves, sidecar_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,16 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.plan import GlobalPlan, SaveOptions
     from ucformat.torch.state.local import LocalState
 
-__all__ = ["SaveMetadata", "StateInfo", "WriteReport", "manifest_of", "state_info"]
+__all__ = [
+    "RankReport",
+    "SaveMetadata",
+    "StateInfo",
+    "WriteReport",
+    "manifest_of",
+    "merge_reports",
+    "state_info",
+    "write_report",
+]
 
 
 @message
@@ -133,14 +143,70 @@ def state_info(
 
 
 @message
-class WriteReport:
-    """What a rank reports to rank 0 when its data is durable."""
+class RankReport:
+    """What one rank reports that differs between ranks: per-rank values, bytes, and seconds.
 
-    leaves: Leaves  # of the Zarr form: digests of chunks
-    objects: Mapping[str, Any]
-    state: StateInfo  # without its tensors
+    `state` is the digest of what it reports besides, which is the same on most ranks.
+    """
+
+    rank: int
+    state: bytes
+    values: Mapping[str, Any]
     nbytes: int
     seconds: float
+    stall: float
+
+
+@message
+class WriteReport:
+    """What some ranks report to rank 0 when their data is durable.
+
+    Attributes:
+        leaves: of the Zarr form: digests of chunks.
+        objects: those that these ranks provide.
+        states: what is the same on several ranks, by its digest.
+        ranks: what is not.
+    """
+
+    leaves: Leaves
+    objects: Mapping[str, Any]
+    states: Mapping[bytes, StateInfo]
+    ranks: tuple[RankReport, ...]
+
+
+def write_report(
+    rank: int, state: StateInfo, leaves: Leaves, objects: Mapping[str, Any], nbytes: int, seconds: float, stall: float
+) -> WriteReport:
+    """Return the report of one rank.
+
+    Args:
+        rank: the rank.
+        state: what it saves.
+        leaves: of the Zarr form: digests of the chunks that it wrote.
+        objects: those that it provides.
+        nbytes: bytes that it wrote.
+        seconds: that writing took.
+        stall: seconds for which training was blocked.
+    """
+    shared = StateInfo(
+        (), {}, {}, state.groups, state.aliases, state.layout, state.engine, places=state.places
+    )  # without what the plan or rank 0 has anyway
+    digest = hashlib.sha256(encode(shared, StateInfo)).digest()[:16]
+    return WriteReport(
+        leaves, objects, {digest: shared}, (RankReport(rank, digest, state.ranks, nbytes, seconds, stall),)
+    )
+
+
+def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
+    """Return what the ranks of two reports report together.
+
+    Args:
+        a: of some ranks.
+        b: of others.
+    """
+    return WriteReport(
+        [*a.leaves, *b.leaves], {**a.objects, **b.objects}, {**a.states, **b.states}, (*a.ranks, *b.ranks)
+    )
 
 
 def manifest_of(
@@ -150,7 +216,7 @@ def manifest_of(
     attempt: Attempt,
     plan: GlobalPlan,
     arrays: Sequence[Array],
-    written: Sequence[WriteReport],
+    written: WriteReport,
 ) -> Manifest:
     """Write the sidecar and the objects, and return the manifest; all other files must be durable.
 
@@ -161,7 +227,7 @@ def manifest_of(
         attempt: under which the files were written.
         plan: of all ranks.
         arrays: all of the Zarr form.
-        written: the reports of all ranks.
+        written: the report of all ranks.
 
     Raises:
         UsageError: an object has a reserved name.
@@ -175,12 +241,13 @@ def manifest_of(
     else:
         grid = grid_doc(options.chunk_bytes, options.shard_bytes)
         leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
-        for w in written:
-            for key, at, found in w.leaves:
-                leaves[key][at] = found
+        for key, at, found in written.leaves:
+            leaves[key][at] = found
         rows = zip(arrays, plan.paths, strict=True)
         tensors = TensorTable.of(replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows)
-    first = written[0].state
+    ranks = sorted(written.ranks, key=lambda r: r.rank)
+    states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
+    objects = _objects(written.objects, ranks)
     return Manifest(
         id=new_id(),
         attempt=attempt.id,
@@ -188,32 +255,31 @@ def manifest_of(
         producer={
             "ucformat": __version__,
             "python": platform.python_version(),
-            **{f"engine.{k}": v for k, v in first.engine.items()},
+            **{f"engine.{k}": v for k, v in states[0].engine.items()},
         },
         run=metadata.run,
         step=metadata.step,
         commits=metadata.commits,
         metrics=dict(metadata.metrics),
         config=dict(metadata.config),
-        layout={"world": len(written), **{k: v for w in written for k, v in w.state.layout.items()}},
-        groups=_groups([w.state for w in written]),
+        layout={"world": len(ranks), **{k: v for s in states for k, v in s.layout.items()}},
+        groups=_groups(states),
         lineage=metadata.lineage,
-        aliases={a: n for w in written for a, n in w.state.aliases.items()},
-        objects=put_file(store, f"objects/{attempt.id}/objects.json", dumps(_objects(written), indent=1).encode()),
+        aliases={a: n for s in states for a, n in s.aliases.items()},
+        objects=put_file(store, f"objects/{attempt.id}/objects.json", dumps(objects, indent=1).encode()),
         sidecar=sidecar,
         grid=grid,
-        writers=tuple(WriterDoc(nbytes=w.nbytes, seconds=w.seconds, stall=w.state.stall) for w in written),
+        writers=tuple(WriterDoc(nbytes=r.nbytes, seconds=r.seconds, stall=r.stall) for r in ranks),
         tensors=tensors,
     )
 
 
-def _objects(written: Sequence[WriteReport]) -> dict[str, Any]:
-    objects = {k: v for w in written for k, v in w.objects.items()}
+def _objects(shared: Mapping[str, Any], ranks: Sequence[RankReport]) -> dict[str, Any]:
+    objects = dict(shared)
     if "per_rank" in objects:
         raise UsageError('the state has an object "per_rank", which is a reserved name', hint="rename it")
-    if any(w.state.ranks for w in written):
-        names = dict.fromkeys(k for w in written for k in w.state.ranks)
-        objects["per_rank"] = {k: [w.state.ranks.get(k) for w in written] for k in names}
+    if names := dict.fromkeys(name for r in ranks for name in r.values):
+        objects["per_rank"] = {name: [r.values.get(name) for r in ranks] for name in names}
     return objects
 
 

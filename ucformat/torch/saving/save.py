@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.errors import Uncertain
@@ -15,7 +14,15 @@ from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.assignment import WriteItem
-from ucformat.torch.saving.manifest import SaveMetadata, StateInfo, WriteReport, manifest_of, state_info
+from ucformat.torch.saving.manifest import (
+    SaveMetadata,
+    StateInfo,
+    WriteReport,
+    manifest_of,
+    merge_reports,
+    state_info,
+    write_report,
+)
 from ucformat.torch.saving.plan import Held, SaveOptions, plan_save
 from ucformat.torch.saving.write import Leaves, write_packed, write_shards
 from ucformat.torch.state.elements import elements_of, elements_within, host_memory
@@ -94,17 +101,17 @@ def write_checkpoint(
     try:
         if plan is not None and options.form == "zarr":
             arrays = plan.arrays(assignment.attempt, options)
-        written: Any = _write(state, options, assignment, store, group, elements, progress, threads, arrays)
+        leaves, nbytes = _write(state, options, assignment, store, group, elements, progress, threads, arrays)
+        now = time.monotonic()
+        objects = {k: state.objects[k] for k in assignment.object_names}
+        stall = state.stall or now - begun
+        written: Any = write_report(group.rank, state, leaves, objects, nbytes, now - planned, stall)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         written = error
-    seconds = time.monotonic() - planned
-    if isinstance(written, WriteReport):
-        stall = state.stall or time.monotonic() - begun
-        written = replace(written, state=replace(written.state, stall=stall), seconds=seconds)
 
     needed = False  # whether the files belong to a checkpoint that is, or may be, committed
 
-    def committed(all_written: list[Any]) -> Sequence[Any]:
+    def committed(all_written: WriteReport) -> str:
         assert attempt is not None  # noqa: S101 - rank 0 has both
         assert plan is not None  # noqa: S101
         nonlocal needed
@@ -115,15 +122,14 @@ def write_checkpoint(
         except Exception as error:
             needed = isinstance(error, Uncertain)
             raise
-        return [done.id] * group.size
+        return done.id
 
     try:
-        checkpoint: str = group.gather_scatter(written, committed, WriteReport, str)
+        checkpoint: str = group.combine(written, merge_reports, WriteReport, committed, str)
     except BaseException:
         if attempt is not None and group.intact and not needed:
             discard(store, attempt.id)
         raise
-    nbytes = written.nbytes
     return Saved(options.url, checkpoint, nbytes, planned - begun, time.monotonic() - planned)
 
 
@@ -137,8 +143,12 @@ def _write(
     progress: Callable[[int], None],
     threads: int,
     every: Sequence[Array],
-) -> WriteReport:
-    """Write this rank's part of the checkpoint, and make it durable; rank 0 has every array of the Zarr form."""
+) -> tuple[Leaves, int]:
+    """Write this rank's part of the checkpoint, and make it durable; rank 0 has every array of the Zarr form.
+
+    Returns:
+        digests of the chunks that it wrote in the Zarr form, and the number of bytes.
+    """
     nbytes, counting = 0, threading.Lock()
 
     def wrote(n: int) -> None:
@@ -176,8 +186,7 @@ def _write(
                 if not array.grid.count:  # no rank writes a shard of it
                     put_array(store, array)
     store.flush()
-    objects = {k: state.objects[k] for k in assignment.object_names}
-    return WriteReport(leaves, objects, replace(state, tensors=(), objects={}, paths={}), nbytes, 0.0)
+    return leaves, nbytes
 
 
 _NO_METADATA = SaveMetadata()
