@@ -14,11 +14,18 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+import ucformat
 from tests.patience import PATIENCE, wait_until
+from tests.torch.many_ranks import LAYOUTS, holds, state_of
 from ucformat.errors import Conflict, UcformatError
 from ucformat.torch.comm.group import Group
 from ucformat.torch.comm.tree import connect_by_store
+from ucformat.torch.loading.load import load_local
+from ucformat.torch.saving.manifest import SaveMetadata
+from ucformat.torch.saving.plan import Form, SaveOptions
+from ucformat.torch.saving.save import save_in_group
 from ucformat.torch.state.elements import SharedMemory
+from ucformat.torch.state.local import local_of, local_state
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -155,6 +162,38 @@ def stopped(doomed: int, place: str) -> Any:
         wait_until(lambda: all(file.exists() for file in told))
         os.kill(pids[doomed], signal.SIGKILL)
     return found
+
+
+def layouts(place: str, form: Form) -> Any:
+    """Save under each layout, and load under the next: whether all values are right, and whether boxes were listed."""
+    group, _, _ = connected()
+    out = {}
+    for seed, layout in enumerate(LAYOUTS):
+        url = f"{place}/{layout}"
+        saved = save_in_group(
+            local_state(state_of(layout, RANK, SIZE, seed)), SaveOptions(url, form), SaveMetadata(), group
+        )
+        after = LAYOUTS[(seed + 1) % len(LAYOUTS)]
+        state = state_of(after, RANK, SIZE, None)
+        report = load_local([local_of(n, "weight", t) for n, t in state.items()], ucformat.open(url), group=group)
+        out[layout] = [saved.id, bool(report), report.unexpected, holds(state, seed), "plan" in group.cache]
+    return out
+
+
+def killed_in_a_save(doomed: int, after: float, place: str, form: Form) -> Any:
+    """Rank `doomed` is killed at some instant of one of many saves; the checkpoints that were committed before."""
+    group, _, _ = connected(10 * PATIENCE)
+    states = [local_state(state_of(layout, RANK, SIZE, 5)) for layout in LAYOUTS]
+    group.combine(None)
+    if doomed == RANK:
+        threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    done: list[str] = []
+    try:
+        while True:
+            options = SaveOptions(f"{place}/{len(done)}", form)
+            done.append(save_in_group(states[len(done) % len(states)], options, SaveMetadata(), group).id)
+    except UcformatError as error:
+        return [error.message, done]
 
 
 def main(scenario: str, folder: str, arguments: dict[str, Any]) -> None:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import ucformat
 from tests.forkserver import Program
 from tests.forkserver import run as forked
 from tests.patience import PATIENCE
+from tests.torch.many_ranks import LAYOUTS, whole
 from tests.torch.running import MODULES, environment
 from ucformat.torch.comm.tree import FAN_OUT, parents_of
 
@@ -67,10 +69,35 @@ def test_a_rank_that_is_stopped_is_named_by_all(tmp_path: Path) -> None:
         assert message.startswith("rank 13 died or has been unresponsive for 3 s")
 
 
+@pytest.mark.parametrize("form", ["zarr", "packed"])
+def test_layouts_of_64_ranks(tmp_path: Path, form: str) -> None:
+    found = run(tmp_path, "layouts", 64, place=str(tmp_path), form=form)
+    for out in found:
+        for layout, (saved, fits, unexpected, equal, listed) in out.items():
+            assert saved == ucformat.open(tmp_path / layout).id
+            assert (fits, unexpected, equal, listed) == (True, [], True, False)
+    for seed, layout in enumerate(LAYOUTS):
+        ck = ucformat.open(tmp_path / layout)
+        assert len(ck.names()) == 32
+        assert all((ck[name][...] == whole(name, ck[name].shape, seed).numpy()).all() for name in ck.names())
+        assert ucformat.verify(tmp_path / layout)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(50))
-def test_a_rank_is_killed_at_any_instant(tmp_path: Path, seed: int) -> None:
-    test_a_rank_that_is_killed_is_named_by_all(tmp_path, 100 + seed)
+def test_a_rank_is_killed_at_any_instant_of_a_save(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    doomed = chance.randrange(64)
+    form, after = chance.choice(["zarr", "packed"]), 3 * chance.random()
+    found = run(tmp_path, "killed_in_a_save", 64, doomed, doomed=doomed, after=after, place=str(tmp_path), form=form)
+    most = max(len(done) for _, done in found)
+    for message, done in found:
+        assert message.startswith(f"rank {doomed} died or has been unresponsive for ")
+        assert len(done) >= most - 1  # of the last one, some ranks may not have learnt that it was committed
+    for number in range(most):
+        assert ucformat.verify(tmp_path / str(number))
+    last = tmp_path / str(most)  # rank 0 may be killed when it has just committed it
+    assert not (last / "manifest.json").exists() or (doomed == 0 and ucformat.verify(last))
 
 
 @pytest.mark.matrix
