@@ -64,9 +64,13 @@ def folder_names(names: Iterable[str]) -> dict[str, str]:
     for folder in plain.values():
         seen[folder.lower()] = seen.get(folder.lower(), 0) + 1
     return {
-        name: folder if _is_safe(folder) and seen[folder.lower()] == 1 else _with_hash(name, folder)
+        name: _safe(name, folder) if seen[folder.lower()] == 1 else _with_hash(name, folder)
         for name, folder in plain.items()
     }
+
+
+def _safe(name: str, folder: str) -> str:
+    return folder if _is_safe(folder) else _with_hash(name, folder)
 
 
 def _is_safe(folder: str) -> bool:
@@ -161,7 +165,7 @@ def own_folder(key: Key) -> str:
     Args:
         key: of the tensor.
     """
-    return array_folders([key])[key]
+    return "/".join(_safe(name, quoted(name)) for name in (key.state, key.name))
 
 
 @dataclass(frozen=True, slots=True)

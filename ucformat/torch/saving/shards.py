@@ -115,11 +115,13 @@ class _Mine:
     def _held(self, shards: _Shards) -> list[tuple[int, Box, Box]]:
         """Who sends this rank what of a shard; it is among them."""
         d, ranks, out = shards.distribution, self._mesh.ranks, []
-        copy = d.copy_of(self._at)
+        axes, coordinate = d.axes, list(self._at)
         for at, box in d.holdings(shards.shape, shards.box):
             part = box.intersect(shards.box)
             if part is not None:
-                out.append((int(ranks[d.coordinate(at, copy)]), box, part))
+                for axis, i in zip(axes, at, strict=True):
+                    coordinate[axis] = i  # on the axes over which there are replicas, it is that of this rank
+                out.append((int(ranks[tuple(coordinate)]), box, part))
         return out
 
     def messages(self) -> list[Transfer]:
