@@ -25,7 +25,7 @@ from ucformat.storage.memory import MemoryStore
 from ucformat.torch.comm.wire import Addressed, decode, encode
 from ucformat.torch.saving import shards
 from ucformat.torch.saving.assignment import WriteItem
-from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
+from ucformat.torch.saving.manifest import SaveMetadata, StateInfo, WriteReport, merge_reports, write_report
 from ucformat.torch.saving.plan import SaveOptions
 from ucformat.torch.saving.save import write_checkpoint
 
@@ -227,7 +227,8 @@ def test_what_ranks_describe_opens_as_what_they_held(case: Any, batch: int, form
         assert got.dtype == array.dtype
     report = ucformat.verify(store)
     assert report, report
-    listed = any(d is None and [b.shape for b in i.boxes] != [i.info.shape] for of_rank in held for i, d in of_rank)
+    alone = [i for of_rank in held for i, d in of_rank if d is None and i.info.size]
+    listed = any([b.shape for b in i.boxes] != [i.info.shape] for i in alone)
     assert bool(plan.tensors) == listed
     assert (plan.described is not None) == (form == "packed" and not listed)
 
@@ -251,6 +252,31 @@ def test_replicas_that_differ_are_found(rank: int, form: str) -> None:
     for error in save(4, mesh_of_four(), ARRAYS, f"memory://statements-{next(count)}", changed=rank, form=form):
         assert isinstance(error, UsageError)
         assert "has a different value on rank" in error.message
+
+
+@pytest.mark.parametrize("form", ["packed", "zarr"])
+def test_a_tensor_without_elements_has_no_boxes_to_list(form: str) -> None:
+    held = mesh_of_four()
+    for rank in (1, 3):
+        held[rank].append((WriteItem(TensorInfo("none", "weight", "float32", (0, 3)), ()), None))
+    arrays = {**ARRAYS, "none": np.zeros((0, 3), np.float32)}
+    plan, *_ = save(4, held, arrays, url := f"memory://statements-{next(count)}", form=form)
+    assert not plan.tensors
+    assert ucformat.open(url)["none"].shape == (0, 3)
+
+
+def test_what_is_the_same_on_ranks_is_reported_once() -> None:
+    reports = [
+        write_report(rank, StateInfo((), {}, {"rng": rank}, ({"params": ["a"]},), {}, {}, {}), [], {}, 0, 1.0, 0.5)
+        for rank in range(9)
+    ]
+    odd = StateInfo((), {}, {}, ({"params": ["b"]},), {}, {}, {})
+    reports.insert(4, write_report(9, odd, [], {"step": 1}, 0, 1.0, 0.5))
+    merged = functools.reduce(merge_reports, reports)
+    assert len(merged.states) == 2
+    assert len(merged.ranks) == 10
+    assert merged.objects == {"step": 1}
+    assert decode(encode(merged, WriteReport), WriteReport) == merged
 
 
 def test_a_mesh_of_which_a_rank_is_missing_is_listed() -> None:

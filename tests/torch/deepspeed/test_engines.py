@@ -28,6 +28,7 @@ def check_saved(folder: Path, source: Source) -> None:
     expected = held_by_engine(folder / str(source))
     for form in ("zarr", "packed"):
         assert not differences(held(folder / str(source) / form), expected)
+    assert not facts(folder / str(source))["listed"]
     ours = ucformat.open(str(folder / str(source) / "zarr"))
     if source.kind != "fsdp2":
         own = ucformat.open(str(folder / str(source) / "own"))

@@ -15,12 +15,13 @@ The flat buffers of all ZeRO stages have one form here. Classes of DeepSpeed 0.1
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ucformat.errors import UnsupportedError, UsageError
+from ucformat.format.distribution import Distribution, RankMesh
 from ucformat.geometry.flat_buffer import FlatBuffer, part_range
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = [
     "inspect_engine",
     "optimizer_tensors",
     "partition_of",
+    "partitions_of",
     "shape_of",
     "update_module",
 ]
@@ -228,6 +230,7 @@ class OptimizerTensor:
 
     `shapes` has all parameters in the tensor, over all ranks, in order; they share its plain states. `parts` has those
     of which this rank holds any elements: `[start, stop)` of the flattened parameter, and their offset in the tensor.
+    `distributions` are those of the parameters in a partitioned flat buffer.
     """
 
     optimizer: torch.optim.Optimizer
@@ -236,6 +239,7 @@ class OptimizerTensor:
     whole: bool
     shapes: Mapping[str, tuple[int, ...]]
     parts: Mapping[str, tuple[int, int, int]]
+    distributions: Mapping[str, Distribution] = field(default_factory=dict)
 
     @property
     def states(self) -> dict[str, Any]:
@@ -262,6 +266,22 @@ def partition_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
     """
     part = parameter.partition_numel()
     return part_range(math.prod(parameter.ds_shape), part, _rank_of(optimizer, parameter))
+
+
+def partitions_of(parameter: Any) -> Distribution | None:
+    """Return how ranks hold a parameter that ZeRO 3 has partitioned; None if it has no elements.
+
+    Args:
+        parameter: of the module.
+    """
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(parameter.ds_process_group)
+    return _distribution(ranks, math.prod(parameter.ds_shape), parameter.partition_numel(), 0)
+
+
+def _distribution(ranks: Sequence[int], numel: int, part: int, position: int) -> Distribution | None:
+    return Distribution(RankMesh.of((len(ranks),), ranks), (), 0, part, position) if numel else None
 
 
 def _rank_of(optimizer: Any, parameter: Any) -> int:
@@ -323,16 +343,30 @@ def _buffer(trainer: EngineParts, parameters: Sequence[Any], size: int) -> FlatB
 
 
 def _flat(
-    trainer: EngineParts, group: int, flat: torch.Tensor, parameters: Sequence[Any], buffer: FlatBuffer, rank: int
+    trainer: EngineParts,
+    group: int,
+    flat: torch.Tensor,
+    parameters: Sequence[Any],
+    buffer: FlatBuffer,
+    rank: int = 0,
+    ranks: Sequence[int] = (),
 ) -> OptimizerTensor:
-    """A rank's part of the flat buffer that these parameters are joined in."""
+    """A rank's part of the flat buffer that these parameters are joined in, and that these ranks have partitioned."""
     shapes = {trainer.name_of(p): shape_of(p) for p in parameters}
-    return OptimizerTensor(_inner(trainer), group, flat, whole=False, shapes=shapes, parts=buffer.on(rank))
+    found: dict[str, Distribution | None] = {}
+    if ranks:
+        for name, shape in shapes.items():
+            slot, numel = buffer.slots[name], math.prod(shape)
+            part, position = (len(slot), 0) if name in buffer.partitioned else (buffer.size, slot.start)
+            found[name] = _distribution(ranks, numel, part, position)
+    distributions = {name: d for name, d in found.items() if d is not None}
+    inner, parts = _inner(trainer), buffer.on(rank)
+    return OptimizerTensor(inner, group, flat, whole=False, shapes=shapes, parts=parts, distributions=distributions)
 
 
 def _fused(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
     for g, (low, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
-        yield _flat(trainer, g, flat, low, _buffer(trainer, low, flat.numel()), 0)
+        yield _flat(trainer, g, flat, low, _buffer(trainer, low, flat.numel()))
 
 
 def _zero12(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
@@ -344,7 +378,8 @@ def _zero12(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
         buffer = FlatBuffer(size=flat.numel())
         for p, offset in zip(parameters, offsets, strict=True):
             buffer.slots[trainer.name_of(p)] = range(offset, offset + math.prod(shape_of(p)))
-        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
+        ranks = optimizer.real_dp_process_group[g]
+        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(ranks), dist.get_process_group_ranks(ranks))
 
 
 def _bf16(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
@@ -353,10 +388,13 @@ def _bf16(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
     for g, parameters in enumerate(optimizer.bf16_groups):
         flat = optimizer.fp32_groups_flat_partition[g]
         buffer = _buffer(trainer, parameters, flat.numel())
-        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(optimizer.real_dp_process_group[g]))
+        ranks = optimizer.real_dp_process_group[g]
+        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(ranks), dist.get_process_group_ranks(ranks))
 
 
 def _zero3(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
+    import torch.distributed as dist
+
     for s, (parameters, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
@@ -364,4 +402,5 @@ def _zero3(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
         for p in parameters:
             buffer.append_part(trainer.name_of(p), math.prod(shape_of(p)), p.partition_numel())
         rank = _rank_of(optimizer, parameters[0])  # DeepSpeed has all of a sub-group in one process group
-        yield _flat(trainer, optimizer.sub_group_to_group_id[s], flat, parameters, buffer, rank)
+        ranks = dist.get_process_group_ranks(parameters[0].ds_process_group)
+        yield _flat(trainer, optimizer.sub_group_to_group_id[s], flat, parameters, buffer, rank, ranks)

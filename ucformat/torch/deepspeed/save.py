@@ -18,6 +18,7 @@ from ucformat.torch.deepspeed.engine import (
     inspect_engine,
     optimizer_tensors,
     partition_of,
+    partitions_of,
     shape_of,
 )
 from ucformat.torch.deepspeed.values import CLIENT, client_values, extra_states, plain_values
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from os import PathLike
 
+    from ucformat.format.distribution import Distribution
     from ucformat.schema.manifest import LineageDoc
     from ucformat.torch.saving.save import Saved
 
@@ -98,7 +100,7 @@ def _tensors(trainer: EngineParts, held: Sequence[OptimizerTensor]) -> Iterator[
     """The states of each parameter, in the order of the module."""
     mine: dict[str, list[OptimizerTensor]] = {name: [] for name in trainer.parameters}
     for one in held:
-        for name in one.parts:
+        for name in one.distributions or one.parts:  # a rank also describes what it holds no elements of
             mine[name].append(one)
     owned = {name: one for one in held for name in one.shapes}
     for name in trainer.parameters:
@@ -147,15 +149,17 @@ def part_of(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) 
             f"flat buffer of {held.tensor.numel()} elements",
             hint="such optimizers can be saved and loaded with ZeRO 0 only",
         )
-    start, stop, offset = held.parts[name]
+    start, stop, offset = held.parts.get(name, (0, 0, 0))
     info = TensorInfo(name, state, dtype_name(memory.dtype), held.shapes[name])
-    return flat_local(info, memory.narrow(0, offset, stop - start), start, stop)
+    return flat_local(info, memory.narrow(0, offset, stop - start), start, stop, held.distributions.get(name))
 
 
-def flat_local(info: TensorInfo, memory: torch.Tensor, start: int, stop: int) -> LocalShard:
+def flat_local(
+    info: TensorInfo, memory: torch.Tensor, start: int, stop: int, distribution: Distribution | None
+) -> LocalShard:
     """Elements `[start, stop)` of a flattened tensor, contiguous in memory."""
     dims = tuple(Dim.whole(n) for n in info.shape)
-    return LocalShard(info, pieces_of(dims, flat=(start, stop))[0], memory)
+    return LocalShard(info, pieces_of(dims, flat=(start, stop))[0], memory, distribution)
 
 
 def boxes_of(local: LocalShard) -> Iterator[LocalShard]:
@@ -184,7 +188,7 @@ def weight_of(trainer: EngineParts, name: str) -> LocalShard:
     memory = parameter.ds_tensor.detach().view(-1)
     start, stop = partition_of(trainer.optimizer, parameter)
     info = TensorInfo(name, "weight", dtype_name(memory.dtype), shape_of(parameter))
-    return flat_local(info, memory[: stop - start], start, stop)
+    return flat_local(info, memory[: stop - start], start, stop, partitions_of(parameter))
 
 
 def locals_of_buffers(trainer: EngineParts) -> list[LocalShard]:

@@ -189,7 +189,7 @@ class Statement:
                 of_mesh = known.setdefault(d.mesh, {})
                 at = of_mesh.setdefault(d, len(of_mesh))
                 rows.setdefault(d.mesh, []).append((number, Row(item.info, at, item.paths)))
-            elif [b.shape for b in item.boxes] == [item.info.shape]:
+            elif not item.info.size or [b.shape for b in item.boxes] == [item.info.shape]:
                 rows.setdefault(None, []).append((number, Row(item.info, -1, item.paths)))
             else:
                 self.complete = False
