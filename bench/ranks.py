@@ -192,7 +192,7 @@ def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
         raise SystemExit(f"{name}: an equal state is not found to be equal")
     plan()
     again_s = time.process_time() - again
-    manifest = manifest_with(found.table or table_of(found.arrays(ATTEMPT, options)), sidecar, ranks)
+    manifest = manifest_with(found.table or table_of(found.arrays(ATTEMPT, options)), sidecar)
     row = {
         "first_s": stating + first - begun,
         "again_s": again_s,
@@ -222,8 +222,8 @@ def table_of(arrays: list[Any]) -> Any:
     )
 
 
-def manifest_with(tensors: Any, sidecar: bytes, ranks: int) -> bytes:
-    """A manifest as a save by so many ranks writes it."""
+def manifest_with(tensors: Any, sidecar: bytes) -> bytes:
+    """A manifest as a save by many ranks writes it."""
     from datetime import UTC, datetime
 
     from ucformat.format.digest import bytes_digest
@@ -236,7 +236,7 @@ def manifest_with(tensors: Any, sidecar: bytes, ranks: int) -> bytes:
         attempt=ATTEMPT,
         created=datetime.now(UTC),
         sidecar=SidecarDoc(path=path, nbytes=len(sidecar), digest=bytes_digest(sidecar)) if sidecar else None,
-        writers=tuple(WriterDoc(nbytes=10**9 + n, seconds=10 + n / 7, stall=n / 70_000) for n in range(ranks)),
+        writers=tuple(WriterDoc(rank=n, nbytes=10**9 + n, seconds=10 + n / 7, stall=n / 7000) for n in range(64)),
         tensors=tensors,
     )
     return manifest_bytes(manifest)

@@ -35,7 +35,7 @@ FACTS: dict[str, Any] = {
     "producer": {"engine.name": "fake", "torch": "2.13.0", "ucformat": "0.0.1"},
     "aliases": {"head.weight": "embed.weight"},
     "groups": (GroupDoc(params=("embed.weight",), options={"lr": 0.1}),),
-    "writers": (WriterDoc(nbytes=7, seconds=0.5, stall=0.25),),
+    "writers": (WriterDoc(rank=0, nbytes=7, seconds=0.5, stall=0.25),),
     "lineage": (LineageDoc(kind="resume", url="/nowhere/run7/1000", id="before"),),
 }
 

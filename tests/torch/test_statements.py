@@ -25,7 +25,15 @@ from ucformat.storage.memory import MemoryStore
 from ucformat.torch.comm.wire import Addressed, decode, encode
 from ucformat.torch.saving import shards
 from ucformat.torch.saving.assignment import WriteItem
-from ucformat.torch.saving.manifest import SaveMetadata, StateInfo, WriteReport, merge_reports, write_report
+from ucformat.torch.saving.manifest import (
+    RankReport,
+    SaveMetadata,
+    StateInfo,
+    WriteReport,
+    merge_reports,
+    slowest,
+    write_report,
+)
 from ucformat.torch.saving.plan import SaveOptions
 from ucformat.torch.saving.save import write_checkpoint
 
@@ -273,10 +281,20 @@ def test_what_is_the_same_on_ranks_is_reported_once() -> None:
     odd = StateInfo((), {}, {}, ({"params": ["b"]},), {}, {}, {})
     reports.insert(4, write_report(9, odd, [], {"step": 1}, 0, 1.0, 0.5))
     merged = functools.reduce(merge_reports, reports)
+    assert len({r.state for r in merged.ranks}) == 2
     assert len(merged.states) == 2
     assert len(merged.ranks) == 10
     assert merged.objects == {"step": 1}
     assert decode(encode(merged, WriteReport), WriteReport) == merged
+
+
+def test_a_manifest_lists_the_slowest_of_many_ranks() -> None:
+    reports = [RankReport(rank, b"", {}, 0, float(rank % 50), 0.0) for rank in range(1000)]
+    listed = slowest(reports)
+    assert [r.rank for r in listed] == sorted(r.rank for r in listed)
+    assert len(listed) == 64
+    assert {r.seconds for r in listed} == {46.0, 47.0, 48.0, 49.0}
+    assert slowest(reports[:3]) == reports[:3]
 
 
 def test_a_mesh_of_which_a_rank_is_missing_is_listed() -> None:

@@ -122,6 +122,7 @@ class VerifiedDoc(_Document):
 class WriterDoc(_Document):
     """What one of the ranks that saved did: bytes written, seconds for that, seconds for which training stood still."""
 
+    rank: Size
     nbytes: Size
     seconds: Finite
     stall: Finite

@@ -42,9 +42,13 @@ __all__ = [
     "WriteReport",
     "manifest_of",
     "merge_reports",
+    "slowest",
     "state_info",
     "write_report",
 ]
+
+
+_LISTED = 64  # ranks that a manifest lists, at most, so that it does not grow with ranks
 
 
 @message
@@ -269,9 +273,20 @@ def manifest_of(
         objects=put_file(store, f"objects/{attempt.id}/objects.json", dumps(objects, indent=1).encode()),
         sidecar=sidecar,
         grid=grid,
-        writers=tuple(WriterDoc(nbytes=r.nbytes, seconds=r.seconds, stall=r.stall) for r in ranks),
+        writers=tuple(
+            WriterDoc(rank=r.rank, nbytes=r.nbytes, seconds=r.seconds, stall=r.stall) for r in slowest(ranks)
+        ),
         tensors=tensors,
     )
+
+
+def slowest(ranks: Sequence[RankReport]) -> list[RankReport]:
+    """Return the ranks that the manifest lists: those that wrote longest, in order.
+
+    Args:
+        ranks: all ranks, in order.
+    """
+    return sorted(sorted(ranks, key=lambda r: -r.seconds)[:_LISTED], key=lambda r: r.rank)
 
 
 def _objects(shared: Mapping[str, Any], ranks: Sequence[RankReport]) -> dict[str, Any]:
