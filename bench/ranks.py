@@ -347,15 +347,19 @@ def differences(name: str, ranks: int, found: dict[str, Any]) -> int:
             extents[number[info.key], rank, end, box] += 1
             end += Tiling.of(info.shape, info.itemsize).nbytes(box)
         zarr = plans["zarr"]
-        for at, batch in enumerate(zarr.batches):
+        received: Counter[int] = Counter()  # messages of each sender, which come in the order in which they are sent
+        for batch in zarr.batches:
             for task in batch.shards:
                 owners[stated.items[task.tensor].info.key, task.at] += 1
             for sender in {f.sender for s in batch.shards for f in s.fragments} - {rank}:
                 sent = tuple((stated.items[f.tensor].info.key, f.box) for f in batch.sent_by(sender))
-                extents[sender, rank, at, hash(sent)] -= 1
+                extents[sender, rank, received[sender], hash(sent)] -= 1
+                received[sender] += 1
+        told: Counter[int] = Counter()
         for message in zarr.messages:
             sent = tuple((stated.items[f.tensor].info.key, f.box) for f in message.fragments)
-            extents[rank, message.to, message.number, hash(sent)] += 1
+            extents[rank, message.to, told[message.to], hash(sent)] += 1
+            told[message.to] += 1
     return sum(n != 0 for n in (*extents.values(), *owners.values()))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -102,6 +103,50 @@ def _save(form: str) -> Callable[[Path], Callable[[], object]]:
     return prepare
 
 
+_SAVES = 20  # of a small state, in each timing
+
+
+def _save_together(form: str, ranks: int) -> Callable[[Path], Callable[[], object]]:
+    """Saves of a small state by several processes of this machine, of which this one is rank 0."""
+
+    def prepare(folder: Path) -> Callable[[], object]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        import ucformat.torch  # noqa: F401 - the other ranks are forked with it
+
+        url = folder / f"{form}-{ranks}"
+        for rank in range(1, ranks):
+            if not os.fork():
+                timed = _rank(rank, ranks, port, url, form)
+                for _ in range(2):  # as `main` does
+                    timed()
+                os._exit(0)
+        return _rank(0, ranks, port, url, form)
+
+    return prepare
+
+
+def _rank(rank: int, ranks: int, port: int, url: Path, form: str) -> Callable[[], object]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    import ucformat.torch
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    state = {f"layers.{n}": distribute_tensor(torch.rand(64, 64), mesh, [Shard(0)]) for n in range(100)}
+    state |= {f"norms.{n}": distribute_tensor(torch.rand(64), mesh, [Replicate()]) for n in range(20)}
+
+    def timed() -> None:
+        for _ in range(_SAVES):
+            ucformat.torch.save(state, url, form=form, overwrite=True)  # type: ignore[arg-type]
+
+    return timed
+
+
 def _load(form: str) -> Callable[[Path], Callable[[], object]]:
     def prepare(folder: Path) -> Callable[[], object]:
         import ucformat.torch
@@ -124,6 +169,7 @@ WORKLOADS: dict[str, Callable[[Path], Callable[[], object]]] = {
     "ucp show": _list,
     "save zarr": _save("zarr"),
     "save packed": _save("packed"),
+    **{f"save {form}, {n} ranks": _save_together(form, n) for form in ("zarr", "packed") for n in (2, 4)},
     "load zarr": _load("zarr"),
     "load packed": _load("packed"),
 }
