@@ -363,9 +363,9 @@ def decode_rows(doc: DescribedDoc, columns: Mapping[str, NDArray[np.int64]], ten
         if not 0 <= number < len(known):
             raise LayoutError("a tensor has a distribution that is not listed")
         at = replace(known[number], position=position) if position else known[number]
-        found = tensors[tensor]
-        infos[tensor] = TensorInfo(found.name, found.state, found.dtype, found.shape)
-        begin, end = end, end + len(found.shape)
+        kind = tensors.kinds[tensors.kind[tensor]]
+        infos[tensor] = TensorInfo(tensors.names[tensors.name[tensor]], kind.state, kind.dtype, kind.shape)
+        begin, end = end, end + len(kind.shape)
         rows.append(DescribedRow(tensor, at, writer, tuple(tiles[begin:end])))
     return Described(rows, infos, doc.folder)
 

@@ -32,7 +32,7 @@ from ucformat.storage.local import LocalStore
 from ucformat.storage.watched import WatchedStore, first_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, ItemsView, Iterator, ValuesView
 
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Extent, Tiles
@@ -48,16 +48,19 @@ T = TypeVar("T")
 
 
 class _ByKey(Mapping[Key, T]):
-    """A value for each tensor of a table, made when it is asked for; all of them when somebody enumerates them."""
+    """A value for each tensor of a table, made when it is asked for; all of them when somebody enumerates values."""
 
     def __init__(self, table: TensorTable, make: Callable[[int], T]) -> None:
         self._table, self._make = table, make
 
     @cached_property
-    def _all(self) -> dict[Key, T]:
+    def _keys(self) -> list[Key]:
         table = self._table
-        keys = map(Key, map(table.names.__getitem__, table.name), table.by_kind(lambda kind: kind.state))
-        return dict(zip(keys, map(self._make, range(len(table))), strict=True))
+        return list(map(Key, map(table.names.__getitem__, table.name), table.by_kind(lambda kind: kind.state)))
+
+    @cached_property
+    def _all(self) -> dict[Key, T]:
+        return dict(zip(self._keys, map(self._make, range(len(self._table))), strict=True))
 
     def __getitem__(self, key: Key) -> T:
         if "_all" in self.__dict__:
@@ -68,10 +71,16 @@ class _ByKey(Mapping[Key, T]):
         return self._make(row)
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._all)
+        return iter(self._keys)
 
     def __len__(self) -> int:
         return len(self._table)
+
+    def values(self) -> ValuesView[T]:
+        return self._all.values()
+
+    def items(self) -> ItemsView[Key, T]:
+        return self._all.items()
 
     def __repr__(self) -> str:
         return repr(self._all)

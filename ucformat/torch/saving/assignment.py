@@ -91,7 +91,10 @@ class ShardBatch:
 
 @message
 class Transfer:
-    """The message that a rank sends for batch `number` of another rank."""
+    """The message that a rank sends for a batch of another rank: number `number` of those that are dealt together.
+
+    The receiver takes the messages of each sender in the order in which they are sent.
+    """
 
     to: int
     number: int
