@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from ucformat.checkpoint import Checkpoint
 from ucformat.references import open_reference
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
-from ucformat.torch.deepspeed.engine import inspect_engine, optimizer_tensors, update_module
+from ucformat.torch.deepspeed.engine import inspect_engine, update_module
 from ucformat.torch.deepspeed.optimizer import OptimizerTargets, StoredStates, want_optimizer
+from ucformat.torch.deepspeed.parts import optimizer_tensors
 from ucformat.torch.deepspeed.save import boxes_of, locals_of_buffers, weight_of
 from ucformat.torch.deepspeed.values import ClientState, fit_groups, fit_parts, fit_values
 from ucformat.torch.loading.load import LoadReport, load_local

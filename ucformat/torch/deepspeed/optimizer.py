@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.deepspeed.engine import EngineParts, OptimizerTensor
+    from ucformat.torch.deepspeed.engine import EngineParts
+    from ucformat.torch.deepspeed.parts import OptimizerTensor
 
 __all__ = ["OptimizerTargets", "StoredStates", "forget_states", "make_states", "want_optimizer"]
 

@@ -12,15 +12,8 @@ from ucformat.geometry.local import Dim, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.sources.configuration import program_config
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
-from ucformat.torch.deepspeed.engine import (
-    EngineParts,
-    OptimizerTensor,
-    inspect_engine,
-    optimizer_tensors,
-    partition_of,
-    partitions_of,
-    shape_of,
-)
+from ucformat.torch.deepspeed.engine import EngineParts, inspect_engine
+from ucformat.torch.deepspeed.parts import OptimizerTensor, optimizer_tensors, partition_of, partitions_of, shape_of
 from ucformat.torch.deepspeed.values import CLIENT, client_values, extra_states, plain_values
 from ucformat.torch.saving.manifest import SaveMetadata
 from ucformat.torch.saving.plan import SaveOptions

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.deepspeed.engine import EngineParts, OptimizerTensor
+    from ucformat.torch.deepspeed.engine import EngineParts
+    from ucformat.torch.deepspeed.parts import OptimizerTensor
     from ucformat.torch.state.local import LocalShard
 
     Put = Callable[[], None]
