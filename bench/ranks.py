@@ -11,6 +11,7 @@ reader of the manifest and the sidecar gets, and what each rank expects from oth
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import random
@@ -149,6 +150,13 @@ class Memory:
     def peak_mb(self) -> float:
         """In megabytes."""
         return (self._now("VmHWM") - self._before) / 1e6
+
+
+def warm_up() -> None:
+    """Import, and make once, what all forks need: memory and seconds are counted without them."""
+    import ucformat.torch  # noqa: F401
+
+    tensors_of(CASES[TP], 0, 16)
 
 
 def in_fork(act: Callable[..., Any], *arguments: Any) -> Any:
@@ -324,6 +332,7 @@ def differences(name: str, ranks: int, found: dict[str, Any]) -> int:
     from ucformat.torch.saving.plan import SaveOptions, write_plan
     from ucformat.torch.saving.statement import Exceptions
 
+    gc.disable()  # which would go through millions of pieces again and again
     extents: Counter[Any] = Counter()  # as written minus as read, and as sent minus as received
     ck, _, _ = opened(found["packed"])
     described = ck.source.sidecar().described
@@ -406,8 +415,7 @@ def main() -> None:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        import ucformat.torch  # noqa: F401 - memory is counted above that of imports
-
+        warm_up()
         print(json.dumps(simulate(given.case[0], given.ranks[0])))
         return
     asked = [(case, ranks) for ranks in sorted(given.ranks, reverse=True) for case in given.case[::-1]]  # longest first
