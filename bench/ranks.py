@@ -154,8 +154,11 @@ class Memory:
 
 def warm_up() -> None:
     """Import, and make once, what all forks need: memory and seconds are counted without them."""
+    import torch
+
     import ucformat.torch  # noqa: F401
 
+    torch.set_num_threads(1)  # a fork would wait for the threads of its parent
     tensors_of(CASES[TP], 0, 16)
 
 
