@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UcformatError, UnsupportedError, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import document_digest
+from ucformat.format.objects import PerRankValues
 from ucformat.format.universal import Universal, describe, index_tensors
 from ucformat.geometry.tensor import Key
+from ucformat.reading.readable import LazyValues
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.storage.base import exists
 from ucformat.storage.url import as_strings, open_store
@@ -233,13 +235,18 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return self.universal.objects() if self.universal else dict(self.metadata.objects)
 
     @cached_property
+    def per_rank(self) -> Mapping[str, Sequence[Any]]:
+        """The values that each rank saved as its own, by name: `per_rank[name][rank]`, plain JSON."""
+        doc = self.universal.manifest.per_rank if self.universal else None
+        return PerRankValues(self.universal, doc) if self.universal and doc else {}
+
+    @cached_property
     def assets(self) -> Mapping[str, bytes]:
         """Files that are kept unchanged, read on access."""
         if self.universal:
             docs, read = self.universal.manifest.assets, self.universal.read_file
-            return _Lazy({name: lambda d=doc: read(d) for name, doc in docs.items()})
-        store = self.store
-        return _Lazy({name: lambda n=name: store.read(n) for name in self.metadata.assets})
+            return LazyValues(docs, lambda name: read(docs[name]))
+        return LazyValues(self.metadata.assets, self.store.read)
 
     @cached_property
     def training_info(self) -> TrainingInfo:
@@ -373,21 +380,6 @@ class Checkpoint(Mapping[str, "Tensor"]):
 def _view(source: Readable) -> Viewed | None:
     """The source if it is a view; does not import `views`, which most commands do not need."""
     return cast("Viewed", source) if getattr(source, "is_view", False) else None
-
-
-class _Lazy(Mapping[str, bytes]):
-    def __init__(self, readers: Mapping[str, Any]) -> None:
-        self._readers = readers
-
-    def __getitem__(self, name: str) -> bytes:
-        data: bytes = self._readers[name]()
-        return data
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
 
 
 def _nearest(name: str, names: Mapping[str, Any]) -> str:

@@ -44,7 +44,8 @@ def test_the_summary_says_what_there_is(run: Run, committed: Path) -> None:
 def test_json_has_everything(run: Run, committed: Path) -> None:
     found = object_of(run("show", committed, "--json").stdout)
     assert list(found) == [
-        "url", "kind", "id", "step", "engine", "layout", "states", "total", "aliases", "groups", "objects", "assets",
+        "url", "kind", "id", "step", "engine", "layout", "states", "total", "aliases", "groups", "objects", "per_rank",
+        "assets",
         "zarr_url", "unprotected", "catalog",
     ]  # fmt: skip
     assert found["kind"] == "ucformat"

@@ -15,6 +15,7 @@ from tests.conformance.make import (
     CREATED,
     DATA,
     DESCRIBED,
+    PER_RANK,
     SHAPES,
     changed,
     described_files,
@@ -22,7 +23,9 @@ from tests.conformance.make import (
     flipped,
     objects_of,
     packed_files,
+    per_rank_of,
     placed,
+    ranges_of,
 )
 from ucformat.format.digest import with_own_digest
 
@@ -50,6 +53,8 @@ def of_arrays(flat: Files) -> Faults:
         return edit(lambda m: m["tensors"][column].__setitem__(0, value))
 
     manifest, objects = "manifest.json", f"objects/{ATTEMPT}/objects.json"
+    ranked, folder = per_rank_of(flat, ranges_of(PER_RANK)), f"objects/{ATTEMPT}"
+    file = json.loads(ranked["manifest.json"])["per_rank"]
     first = next(k for k in flat if k.endswith("/weight/a/c/0/0"))
     second = next(k for k in flat if k.endswith("/exp_avg/a/c/0/0"))
     third = next(k for k in flat if k.startswith(second.rpartition("/c/")[0]) and k != second and "/c/" in k)
@@ -122,6 +127,11 @@ def of_arrays(flat: Files) -> Faults:
         "objects-bare-nan": ("damaged", "NaN in objects.json", objects_of(flat, b'{"x": NaN}')),
         "objects-no-object": ("damaged", "objects.json is an array", objects_of(flat, f"[{number}]".encode())),
         "objects-path-out": ("refused", "objects outside of the checkpoint", edit(lambda m: m["objects"].update(path="../x"))),
+        "per-rank-missing": ("damaged", "the values of ranks are missing", edited(flat, lambda m: m.update(per_rank=file))),
+        "per-rank-flipped": ("damaged", "a bit of a rank's values is flipped", flipped(ranked, f"{folder}/per_rank.bin", 9)),
+        "per-rank-index": ("damaged", "a rank's values are not where the previous end", per_rank_of(flat, ranges_of(PER_RANK), 1)),
+        "per-rank-name": ("damaged", "a rank has no value of a name", per_rank_of(flat, [*ranges_of(PER_RANK)[:2], b"{}"])),
+        "per-rank-few": ("damaged", "more ranks than the file has", edited(ranked, lambda m: m["per_rank"].update(ranks=4))),
         "asset-flipped": ("damaged", "a bit of an asset is flipped", flipped(flat, f"assets/{ATTEMPT}/vocab.txt", 0)),
     }  # fmt: skip
 

@@ -299,6 +299,13 @@ def flipped(files: Files, name: str, at: int) -> Files:
     return {**files, name: bytes(data)}
 
 
+#: Values that each of three ranks has.
+PER_RANK: dict[str, list[Any]] = {
+    "rng": [{"$bytes": "AAEC"}, {"$bytes": ""}, None],
+    "loader.ü": [{"at": n, "of": {"$tuple": [n, {"$float": "nan"}]}} for n in range(3)],
+}
+
+
 def changed(files: Files, name: str, change: Callable[[bytes], bytes]) -> Files:
     """The same with a file changed, or without it if that makes it empty."""
     data = change(files[name])
@@ -311,13 +318,31 @@ def objects_of(files: Files, data: bytes) -> Files:
     return edited({**files, name: data}, lambda m: m["objects"].update(nbytes=len(data), digest=bytes_digest(data)))
 
 
+def per_rank_of(files: Files, ranges: list[bytes], move: int = 0) -> Files:
+    """The same with values of each rank, in these ranges; `move` is added to the offset of the last one."""
+    name, data, index = f"objects/{ATTEMPT}/per_rank.bin", b"", b""
+    for n, body in enumerate(ranges):
+        offset = len(data) + (move if n == len(ranges) - 1 else 0)
+        index += offset.to_bytes(8, "little") + (len(body) + 4).to_bytes(8, "little")
+        data += body + crc32c(body).to_bytes(4, "little")
+    data += index + crc32c(index).to_bytes(4, "little")
+    doc = {"path": name, "nbytes": len(data), "digest": bytes_digest(data), "ranks": len(ranges), "names": [*PER_RANK]}
+    return edited({**files, name: data}, lambda m: m.update(per_rank=doc))
+
+
+def ranges_of(values: dict[str, list[Any]]) -> list[bytes]:
+    """The JSON of each rank's values."""
+    ranks = zip(*values.values(), strict=True)
+    return [json.dumps(dict(zip(values, of_rank, strict=True)), ensure_ascii=False).encode() for of_rank in ranks]
+
+
 def expected(**more: Any) -> dict[str, Any]:
     """What a reader must give."""
     listed = [
         {"name": n, "state": s, "dtype": d, "shape": shape, "sha256": hashlib.sha256(a.tobytes()).hexdigest()}
         for ((n, s), (d, shape)), a in zip(SHAPES.items(), arrays().values(), strict=True)
     ]
-    return {"tensors": listed, "aliases": {"tied": "a"}, "objects": {}, "assets": {}, **more}
+    return {"tensors": listed, "aliases": {"tied": "a"}, "objects": {}, "per_rank": {}, "assets": {}, **more}
 
 
 def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
@@ -363,6 +388,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
     nothing = manifest_bytes(Manifest.model_validate({**facts(tensors=NOTHING), "aliases": {}}))
     return {
         "arrays": ("arrays, objects in every spelling, an asset, an alias, a NaN metric", flat, all_of_it),
+        "per-rank": ("values of each rank", per_rank_of(flat, ranges_of(PER_RANK)), {**all_of_it, "per_rank": PER_RANK}),
         "packed": ("blocks of all four kinds of checksum, tiles, replicas, a stride", packed_files(columns, files), expected()),
         "packed-permuted": ("the rows of the sidecar in another order", packed_files(permuted, files), expected()),
         "described": ("tensors that the sidecar describes", described_files(), expected()),
@@ -370,7 +396,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "unknown": ("unknown members, an unknown state", edited(renamed, unknown), tomorrow),
         "spelled-out": ("a table of tensors that is longer than it need be", edited(flat, spelled_out), all_of_it),
         "strays": ("files that a reader ignores, a tombstone beside a manifest among them", {**flat, **strays}, all_of_it),
-        "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "assets": {}}),
+        "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "per_rank": {}, "assets": {}}),
         "virtual": ("files elsewhere", virtual_files(), expected(roots=["sources"], modified=MODIFIED)),
     }  # fmt: skip
 

@@ -143,14 +143,14 @@ class Checkpoint:
         need(isinstance(m, dict) and m.get("format") == "ucformat" and type(m.get("version")) is int, "no manifest")
         need(m["version"] <= 1 and not m.get("requires"), f"version {m['version']}, {m.get('requires')}", Upgrade)
         need(m["version"] == 1, "there is no such version")
-        files = dict.fromkeys(("objects", "sidecar", "verified", "grid"), dict)
+        files = dict.fromkeys(("objects", "per_rank", "sidecar", "verified", "grid"), dict)
         nullable = {"run": str, "step": int, "commits": int, **files}
         optional = dict.fromkeys(("producer", "metrics", "config", "layout", "aliases", "assets"), dict)
         lists = dict.fromkeys(("requires", "groups", "lineage", "writers"), list)
         m = {name: kind() for name, kind in [*optional.items(), *lists.items()]} | m
         of_type(m, {"id": str, "attempt": str, "created": str, "tensors": dict}, nullable, {**optional, **lists})
         need(re.fullmatch("[0-9a-f]{20}", m["attempt"]), "no attempt has this name")
-        for file in (*m["assets"].values(), *(m[k] for k in ("objects", "sidecar") if m.get(k))):
+        for file in (*m["assets"].values(), *(m[k] for k in ("objects", "per_rank", "sidecar") if m.get(k))):
             of_type(file, {"path": str, "nbytes": int, "digest": str})
             need(file["nbytes"] >= 0, "a negative size")
             check_digest(file["digest"])
@@ -256,6 +256,27 @@ class Checkpoint:
         found: Any = {} if doc is None else strict(self._file(doc))
         need(isinstance(found, dict), "objects.json holds no object")
         return dict(found)
+
+    def per_rank(self) -> dict[str, list[Any]]:
+        """The values of each rank, as they are spelled."""
+        doc = self.manifest.get("per_rank")
+        if doc is None:
+            return {}
+        of_type(doc, {"ranks": int, "names": list})
+        data, at, index, ranks = self._file(doc), 0, b"", []
+        begin = len(data) - 4 - 16 * doc["ranks"]
+        need(begin >= 0, "there is no room for the index of the ranks")
+        for n in range(doc["ranks"]):
+            nbytes = int.from_bytes(data[begin + 16 * n + 8 : begin + 16 * n + 16], "little")
+            need(4 <= nbytes <= begin - at, "the values of a rank")
+            body, crc = data[at : at + nbytes - 4], data[at + nbytes - 4 : at + nbytes]
+            need(int.from_bytes(crc, "little") == crc32c(body), "the checksum of a rank's values")
+            index += at.to_bytes(8, "little") + nbytes.to_bytes(8, "little")
+            at += nbytes
+            ranks.append(strict(body))
+            need(isinstance(ranks[-1], dict) and {*doc["names"]} <= {*ranks[-1]}, "the values of a rank")
+        need(data[at:] == index + crc32c(index).to_bytes(4, "little"), "the index of the ranks")
+        return {name: [values[name] for values in ranks] for name in doc["names"]}
 
     def assets(self) -> dict[str, bytes]:
         """The assets."""

@@ -93,7 +93,7 @@ def rows(section: str) -> dict[str, tuple[str, str]]:
     """Of a table with the columns `required` and `null` what each member has."""
     text = TEXT[TEXT.index(section) :]
     found = re.findall(r"^\| (`[^|]+`) \| (yes|no) \| (yes|no) \|", text, re.MULTILINE)
-    return {name: (required, null) for names, required, null in found for name in re.findall("`([a-z]+)`", names)}
+    return {name: (required, null) for names, required, null in found for name in re.findall("`([a-z_]+)`", names)}
 
 
 def test_members_of_the_manifest() -> None:
@@ -131,7 +131,7 @@ def test_the_table_of_the_example() -> None:
 def test_members_of_other_documents(document: type[BaseModel], section: str, until: str) -> None:
     text = TEXT[TEXT.index(section) :]
     table = re.findall(r"^\| (`[^|]+`) \|", text[: text.index(until)], re.MULTILINE)
-    said = {name for names in table for name in re.findall("`([a-z]+)`", names)}
+    said = {name for names in table for name in re.findall("`([a-z_]+)`", names)}
     assert said == set(document.model_fields)
 
 

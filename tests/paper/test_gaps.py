@@ -295,9 +295,9 @@ class TestH12WhatEachRankHasForItself:
         """Two ranks' checkpoint, loaded by one."""
         from ucformat.torch import PerRank, load
 
-        objects = {"per_rank": {"loader": [{"at": 3}, {"at": 4}]}}
-        source = FakeSource.write(MemoryStore("h12-two"), {("w", "weight"): np.ones(2, np.float32)}, objects=objects)
-        ucformat.convert(Checkpoint(source), tmp_path / "two")
+        source = Checkpoint(FakeSource.write(MemoryStore("h12-two"), {("w", "weight"): np.ones(2, np.float32)}))
+        source.__dict__["per_rank"] = {"loader": [{"at": 3}, {"at": 4}]}
+        ucformat.convert(source, tmp_path / "two")
         state: dict[str, Any] = {"loader": PerRank({"at": 0})}
         with pytest.raises(StateMismatch, match="has a value of each of 2 ranks, and is loaded by 1"):
             load(state, tmp_path / "two")

@@ -118,10 +118,12 @@ def test_pickles_are_opened_where_that_is_asked_for(tmp_path: Path) -> None:
     assert state["a"].value == 3
 
 
-def test_an_object_cannot_be_called_as_ours_are(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match='has an object "per_rank", which is a reserved name'):
-        save({"per_rank": 1, "x": PerRank(1)}, tmp_path / "ck")
-    assert not (tmp_path / "ck" / "manifest.json").exists()
+def test_an_object_may_be_called_per_rank(tmp_path: Path) -> None:
+    ck = checkpoint(tmp_path / "ck", {"per_rank": 1, "x": PerRank(2)})
+    state: dict[str, Any] = {"per_rank": 0, "x": PerRank(0)}
+    load(state, ck)
+    assert (state["per_rank"], state["x"].value) == (1, 2)
+    assert (dict(ck.objects), list(ck.per_rank["x"])) == ({"per_rank": 1}, [2])
 
 
 class Box:
@@ -138,7 +140,7 @@ class Box:
 def of_ranks(tmp_path: Path, values: list[Any]) -> ucformat.Checkpoint:
     """A checkpoint that so many ranks saved, each with its value."""
     ck = checkpoint(tmp_path / "ck", {"data": PerRank(Box(values[0]))})
-    ck.__dict__["objects"] = {"per_rank": {"data": values}}  # as that many ranks would have left it
+    ck.__dict__["per_rank"] = {"data": values}  # as that many ranks would have left it
     return ck
 
 

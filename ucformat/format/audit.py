@@ -86,7 +86,7 @@ class AuditItem(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """A file with a digest in the manifest: objects, sidecar, assets."""
+    """A file with a digest in the manifest: objects, values of ranks, sidecar, assets."""
 
     doc: FileDoc
     key: Key | None = None
@@ -224,7 +224,7 @@ def items(source: Universal) -> Iterator[AuditItem]:
         source: the checkpoint.
     """
     m = source.manifest
-    yield from (ListedFile(doc) for doc in (*m.assets.values(), m.objects, m.sidecar) if doc is not None)
+    yield from (ListedFile(doc) for doc in (*m.assets.values(), m.objects, m.per_rank, m.sidecar) if doc is not None)
     yield from (ZarrJson(*document) for document in metadata_documents(m))
     yield from source_files(source)
     for key, doc in source.docs.items():

@@ -23,6 +23,7 @@ from ucformat.format.arrays import (
     shard_key,
 )
 from ucformat.format.commit import begin, commit, give_up, new_id
+from ucformat.format.objects import put_objects
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.format.universal import Universal, group_docs, paths_of
 from ucformat.geometry.tensor import Key, Piece
@@ -38,7 +39,6 @@ from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.schema.manifest import Manifest, VerifiedDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
-from ucformat.schema.values import dumps
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
 from ucformat.storage.base import Writer
@@ -296,7 +296,7 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         groups=group_docs(source.metadata),
         lineage=lineage_from(source, keys),
         aliases={a: n for a, n in source.aliases.items() if n in names},
-        objects=put_file(store, f"{objects}/objects.json", dumps(values, indent=1).encode()),
+        **put_objects(store, objects, values, source.per_rank),
         assets={
             name: put_file(store, f"{assets}/{folder}", source.assets[name])
             for name, folder in folder_names(source.assets).items()

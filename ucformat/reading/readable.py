@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key, TensorList, Tiles
@@ -21,6 +21,7 @@ __all__ = [
     "IntKey",
     "LazyMapping",
     "LazySequence",
+    "LazyValues",
     "Place",
     "Readable",
     "StatePath",
@@ -96,6 +97,24 @@ class LazyMapping(Mapping[K, T]):
 
     def __len__(self) -> int:
         return len(self._value)
+
+
+class LazyValues(Mapping[str, T]):
+    """A mapping of known keys, each value of which is read when it is asked for."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class LazySequence(Sequence[T]):

@@ -60,6 +60,13 @@ class FileDoc(_Document):
     digest: Digest
 
 
+class PerRankDoc(FileDoc):
+    """The file with the values that each of the `ranks` that saved has, under each of these names."""
+
+    ranks: Size
+    names: tuple[str, ...]
+
+
 class SourceFileDoc(_Document):
     """A file of another checkpoint, as it was when its extents were listed: `roots/<n>/…`, below root number n.
 
@@ -158,6 +165,7 @@ class Manifest(_Document):
     lineage: tuple[LineageDoc, ...] = ()
     aliases: dict[str, str] = {}
     objects: FileDoc | None = None
+    per_rank: PerRankDoc | None = None
     assets: dict[str, FileDoc] = {}
     sidecar: SidecarDoc | None = None
     grid: GridDoc | None = None

@@ -109,7 +109,11 @@ def client(folder: Path) -> None:
     assert torch.equal(found.pop("few"), torch.arange(3))
     assert torch.equal(found.pop("ema")["a"], torch.arange(20000.0))
     trainer.close()
-    facts = {"client": {str(k): v for k, v in found.items()}, "ranks": loaded.client_ranks, "unlike": unlike}
+    facts = {
+        "client": {str(k): v for k, v in found.items()},
+        "ranks": {k: list(v) for k, v in loaded.client_ranks.items()},
+        "unlike": unlike,
+    }
     write(folder, facts)
 
 

@@ -45,7 +45,7 @@ def what_is_saved(found: dict[str, Any]) -> None:
     assert found["facts"] == [
         6,
         {"layers": 4},
-        ["lr_scheduler", "per_rank", "train_state"],
+        ["lr_scheduler", "train_state"],
         ["dataloader", "rng"],
     ]
     assert found["cut"]

@@ -128,7 +128,7 @@ def run(folder: Path) -> dict[str, Any]:
     ck = ucformat.open(place)
     out["states"] = sorted({k.state for k in ck.tensors})
     out["names"] = ck.names()
-    out["facts"] = [ck.metadata.step, ck.manifest.config, sorted(ck.objects), sorted(ck.objects["per_rank"])]
+    out["facts"] = [ck.metadata.step, ck.manifest.config, sorted(ck.objects), sorted(ck.per_rank)]
     out["cut"] = all(isinstance(p, DTensor) for p in first.parts[1].parameters())
     wrongs: tuple[dict[str, Any], ...] = (
         {"exclude_from_loading": ["optimiser"]},

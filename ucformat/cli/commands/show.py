@@ -135,6 +135,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
             for g in metadata.groups
         ],
         "objects": list(ck.objects),
+        "per_rank": list(ck.per_rank),
         "assets": list(ck.assets),
         "zarr_url": ck.zarr_url,
         "unprotected": list(unprotected(ck)),
@@ -155,6 +156,7 @@ def _from_catalog(entry: Entry) -> dict[str, Any]:
         "aliases": None,
         "groups": None,
         "objects": None,
+        "per_rank": None,
         "assets": None,
         "zarr_url": None,
         "unprotected": None,
@@ -229,9 +231,9 @@ def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
         options = [f"{k} {_value(v)}" for k, v in group["options"].items() if v is not None and v is not False]
         tensors = plural(len(group["params"]), "tensor")
         yield from field(f"group {i}", f"{tensors}: {', '.join(options)}" if options else tensors, width)
-    for label in ("objects", "assets"):
+    for label in ("objects", "per_rank", "assets"):
         if s[label]:
-            yield from field(label, ", ".join(s[label]), width)
+            yield from field(label.replace("_", " "), ", ".join(s[label]), width)
 
 
 def _few(names: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from ucformat.torch.loading.load import LoadReport, load_local
 from ucformat.torch.loading.match import holds_training, stored_names
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from os import PathLike
 
     from ucformat.reading.plan import Verify
@@ -33,11 +34,11 @@ class EngineReport(LoadReport):
     """The result of loading an engine; see `LoadReport`.
 
     `client_state` is the one passed to `save`; it includes per-rank values if the number of ranks is the same.
-    `client_ranks` always has the per-rank values of all ranks that saved, in order.
+    `client_ranks` always has the per-rank values of all ranks that saved, in order; they are read when they are used.
     """
 
     client_state: dict[str, Any] = field(default_factory=dict)
-    client_ranks: dict[str, list[Any]] = field(default_factory=dict)
+    client_ranks: dict[str, Sequence[Any]] = field(default_factory=dict)
 
 
 def load(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ucformat.errors import UcformatError, UsageError
+from ucformat.reading.readable import LazySequence
 from ucformat.sources.values import SMALL, json_key
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.state.local import local_of
@@ -331,13 +333,15 @@ class ClientState:
             for name in _references(self._data)
             for info in [ck[name, "weight"].info]
         }
-        saved = ck.objects.get("per_rank", {})
-        self.ranks: dict[str, list[Any]] = {
-            key[len(CLIENT) + 1 :]: [decode(v, trust=trust) for v in values]
-            for key, values in saved.items()
-            if key.startswith(CLIENT + ".")
+        saved = {k[len(CLIENT) + 1 :]: values for k, values in ck.per_rank.items() if k.startswith(CLIENT + ".")}
+        self.ranks: dict[str, Sequence[Any]] = {
+            k: LazySequence(partial(self._decoded, values)) for k, values in saved.items()
         }
-        self._own = {k: self._filled(values[rank]) for k, values in self.ranks.items() if len(values) == ranks}
+        own = {k: decode(values[rank], trust=trust) for k, values in saved.items() if len(values) == ranks}
+        self._own = {k: self._filled(value) for k, value in own.items()}
+
+    def _decoded(self, values: Sequence[Any]) -> list[Any]:
+        return [decode(v, trust=self._trust) for v in values]
 
     @property
     def targets(self) -> list[LocalShard]:

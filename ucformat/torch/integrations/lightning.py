@@ -107,7 +107,7 @@ class _Universal:
         rest = decode(ck.objects.get(_REST, {}), trust=self._trust or weights_only is False)
         strict = "report" if self.lightning_module.strict_loading else False
         state = self._live(optimizers=bool(self.optimizers))
-        if "rng" not in ck.objects.get("per_rank", {}):  # a CheckpointIO does not save random generators
+        if "rng" not in ck.per_rank:  # a CheckpointIO does not save random generators
             state.pop("rng", None)
         self._lineage = (load(state, ck, strict).lineage,)  # type: ignore[arg-type]
         return {"state_dict": {}, **dict(rest)}

@@ -121,8 +121,7 @@ class SavedState:
                 for path in _leaves({k: v for k, v in group.options.items() if k != "state"}, (), set()):
                     yield (*place.path, GROUPS, number, *path)
         lists = {dotted(p[:i]) for p in self.paths.values() for i, part in enumerate(p) if type(part) is int}
-        own = {"per_rank"} if self.ck.kind == "ucformat" else set()
-        yield from _leaves({k: v for k, v in self.ck.objects.items() if k not in own}, (), lists)
+        yield from _leaves(self.ck.objects, (), lists)
 
 
 def find_object(objects: Mapping[str, Any], path: Path) -> Any:
@@ -243,7 +242,7 @@ def fit_objects(
         dtypes += [f"the object {dotted(path)} is {d}" for d in dtype]
         if not wrong and not dtype:
             fitting.append((leaf, value))
-    problems, put_ranks = _fit_ranks(found, recorded.ck.objects.get("per_rank", {}), ranks, trust=trust)
+    problems, put_ranks = _fit_ranks(found, recorded.ck.per_rank, ranks, trust=trust)
 
     def put() -> None:
         for leaf, value in fitting:
@@ -254,7 +253,7 @@ def fit_objects(
 
 
 def _fit_ranks(
-    found: CollectedState, per_rank: Mapping[str, Any], ranks: Ranks, *, trust: bool
+    found: CollectedState, per_rank: Mapping[str, Sequence[Any]], ranks: Ranks, *, trust: bool
 ) -> tuple[Problems, Callable[[], None]]:
     """The same for per-rank values."""
     others: list[str] = []
@@ -265,22 +264,24 @@ def _fit_ranks(
         if saved is None:
             missing.append(f"the per-rank value {dotted(path)}")
             continue
+        if len(saved) != ranks.size and wanted.merge is None:
+            others.append(_no_merge(path, wanted, len(saved), ranks.size))
+            continue
         try:
-            values = [decode(v, leaf.value, trust=trust) for v in saved]
+            if len(saved) == ranks.size:  # the values of the other ranks are not read
+                mine = decode(saved[ranks.rank], leaf.value, trust=trust)
+            else:
+                mine = _merged(wanted, [decode(v, leaf.value, trust=trust) for v in saved], ranks)
         except (PermissionDenied, UnsupportedError) as error:
             others.append(f"the per-rank value {dotted(path)}: {error.message}")
             continue
-        if len(values) != ranks.size and wanted.merge is None:
-            others.append(_no_merge(path, wanted, len(values), ranks.size))
-        else:
-            mine = values[ranks.rank] if len(values) == ranks.size else _merged(wanted, values, ranks)
-            try:
-                if isinstance(wanted.value, Rng):
-                    wanted.value.check(mine)
-            except UsageError as error:
-                others.append(f"{dotted(path)}: {error.message}; {error.hint}")
-                continue
-            fitting.append((leaf, mine))
+        try:
+            if isinstance(wanted.value, Rng):
+                wanted.value.check(mine)
+        except UsageError as error:
+            others.append(f"{dotted(path)}: {error.message}; {error.hint}")
+            continue
+        fitting.append((leaf, mine))
 
     def put() -> None:
         for leaf, value in fitting:
@@ -299,7 +300,7 @@ def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
     return (
         f"{dotted(path)} ({kind}) has a value of each of {saved} ranks, and is loaded by {now}: pass "
         "PerRank(value, merge=function of all values, the rank and the number of ranks), or leave it out of the state "
-        'and read ckpt.objects["per_rank"]'
+        "and read ckpt.per_rank"
     )
 
 

@@ -11,17 +11,16 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
-from ucformat.errors import UsageError
 from ucformat.format.arrays import array_doc, grid_doc, put_file
 from ucformat.format.commit import new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.distribution import Distribution
+from ucformat.format.objects import put_objects
 from ucformat.format.universal import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import Place, path_to_json
 from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, WriterDoc
 from ucformat.schema.tensors import TensorTable
-from ucformat.schema.values import dumps
 from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.saving.write import Leaves, sidecar_of
@@ -232,9 +231,6 @@ def manifest_of(
         plan: of all ranks.
         arrays: all of the Zarr form.
         written: the report of all ranks.
-
-    Raises:
-        UsageError: an object has a reserved name.
     """
     data, sidecar, grid = f"data/{attempt.id}", None, None
     if options.form == "packed":
@@ -251,7 +247,8 @@ def manifest_of(
         tensors = TensorTable.of(replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows)
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
-    objects = _objects(written.objects, ranks)
+    names = dict.fromkeys(name for r in ranks for name in r.values)
+    per_rank = {name: [r.values.get(name) for r in ranks] for name in names}
     return Manifest(
         id=new_id(),
         attempt=attempt.id,
@@ -270,7 +267,7 @@ def manifest_of(
         groups=_groups(states),
         lineage=metadata.lineage,
         aliases={a: n for s in states for a, n in s.aliases.items()},
-        objects=put_file(store, f"objects/{attempt.id}/objects.json", dumps(objects, indent=1).encode()),
+        **put_objects(store, f"objects/{attempt.id}", written.objects, per_rank),
         sidecar=sidecar,
         grid=grid,
         writers=tuple(
@@ -287,15 +284,6 @@ def slowest(ranks: Sequence[RankReport]) -> list[RankReport]:
         ranks: all ranks, in order.
     """
     return sorted(sorted(ranks, key=lambda r: -r.seconds)[:_LISTED], key=lambda r: r.rank)
-
-
-def _objects(shared: Mapping[str, Any], ranks: Sequence[RankReport]) -> dict[str, Any]:
-    objects = dict(shared)
-    if "per_rank" in objects:
-        raise UsageError('the state has an object "per_rank", which is a reserved name', hint="rename it")
-    if names := dict.fromkeys(name for r in ranks for name in r.values):
-        objects["per_rank"] = {name: [r.values.get(name) for r in ranks] for name in names}
-    return objects
 
 
 def _groups(states: Sequence[StateInfo]) -> tuple[GroupDoc, ...]:
