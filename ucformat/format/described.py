@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import TensorInfo
+from ucformat.reading.readable import LazyValues
+from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import DescribedDoc, DistributionDoc, MeshDoc
 
 if TYPE_CHECKING:
@@ -138,13 +141,18 @@ class Described:
             distribution, shape, dtype and tiling are together.
         infos: the tensors of the manifest, by number.
         folder: of the ranks' files.
+        kinds: of each row what it has in common with those of its group (default: computed from the tensors).
 
     Raises:
         LayoutError: a row is impossible, or in the wrong place.
     """
 
     def __init__(
-        self, rows: Sequence[DescribedRow], infos: Mapping[int, TensorInfo] | Sequence[TensorInfo], folder: str
+        self,
+        rows: Sequence[DescribedRow],
+        infos: Mapping[int, TensorInfo] | Sequence[TensorInfo],
+        folder: str,
+        kinds: Sequence[Any] | None = None,
     ) -> None:
         self.rows, self.infos, self.folder = tuple(rows), infos, folder
         self.encoded: list[tuple[DescribedDoc, dict[str, bytes]]] = []  # by `sidecar`; copies in other folders share it
@@ -159,16 +167,16 @@ class Described:
         self._in_group: list[tuple[int, int]] = []  # (group, rows of the group that precede it in its files)
         self._flat_groups: list[_FlatGroup] = []
         self._flat_file = lru_cache(maxsize=1 << 14)(self._lay_out_flat)
-        self._lay_out()
+        self._lay_out([_kind(r, infos[r.tensor]) for r in self.rows] if kinds is None else kinds)
 
     def __contains__(self, tensor: int) -> bool:
         return tensor in self._row
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, kinds: Sequence[Any]) -> None:
         seen: set[Any] = set()
         work = nbytes = first = 0
-        for kind, found in groupby(self.rows, self._kind):
-            rows = list(found)
+        for kind, found in groupby(zip(kinds, self.rows, strict=True), itemgetter(0)):
+            rows = [row for _, row in found]
             flat = rows[0].distribution.flat is not None
             writers = np.array([r.writer for r in rows], np.int64)
             work += rows[0].distribution.mesh.size
@@ -182,11 +190,6 @@ class Described:
                 raise LayoutError(f"{self.infos[rows[0].tensor].key} was written by a replica that does not exist")
             (self._add_flat if flat else self._add)(first, rows, writers)
             first += len(rows)
-
-    def _kind(self, row: DescribedRow) -> Any:
-        """What the rows of a group have in common."""
-        info, d = self.infos[row.tensor], row.distribution
-        return (d, info.shape, info.itemsize, row.tile) if d.flat is None else _without_position(d)
 
     def _most_bytes(self, row: DescribedRow) -> int:
         """The most bytes that all boxes of a row may occupy; LayoutError if it is impossible."""
@@ -287,6 +290,12 @@ class Described:
             yield from tiling.runs(box, packed_file(self.folder, rank), offset, within)
 
 
+def _kind(row: DescribedRow, info: TensorInfo) -> Any:
+    """What the rows of a group have in common."""
+    d = row.distribution
+    return (d, info.shape, info.itemsize, row.tile) if d.flat is None else _without_position(d)
+
+
 def _stored(d: Distribution, shape: tuple[int, ...], tiling: Tiling) -> NDArray[np.int64]:
     """The bytes of a tensor in the file of each coordinate, padded to the alignment; replicas have one index."""
     bounds = d.bounds(shape)
@@ -357,17 +366,25 @@ def decode_rows(doc: DescribedDoc, columns: Mapping[str, NDArray[np.int64]], ten
     known = [
         Distribution(meshes[d.mesh], tuple(Cut(*cut) for cut in d.cuts), d.flat, d.part) for d in doc.distributions
     ]
-    infos: dict[int, TensorInfo] = {}
-    rows, tiles, end = [], columns[DESCRIBED_TILE].tolist(), 0
+
+    def info_of(tensor: int) -> TensorInfo:
+        kind = tensors.kinds[tensors.kind[tensor]]
+        return TensorInfo(tensors.names[tensors.name[tensor]], kind.state, kind.dtype, kind.shape)
+
+    # an object for each of 200,000 tensors takes half of the time to open a checkpoint, and a rank reads a few of them
+    infos = LazyValues(columns[COLUMNS[0]].tolist(), info_of)
+    rows, kinds, tiles, end = [], [], columns[DESCRIBED_TILE].tolist(), 0
+    of_kind = [(k.shape, ITEMSIZE[k.dtype]) for k in tensors.kinds]
     for tensor, number, writer, position in zip(*(columns[name].tolist() for name in COLUMNS), strict=True):
         if not 0 <= number < len(known):
             raise LayoutError("a tensor has a distribution that is not listed")
-        at = replace(known[number], position=position) if position else known[number]
-        kind = tensors.kinds[tensors.kind[tensor]]
-        infos[tensor] = TensorInfo(tensors.names[tensors.name[tensor]], kind.state, kind.dtype, kind.shape)
-        begin, end = end, end + len(kind.shape)
-        rows.append(DescribedRow(tensor, at, writer, tuple(tiles[begin:end])))
-    return Described(rows, infos, doc.folder)
+        d = known[number]
+        shape, itemsize = of_kind[tensors.kind[tensor]]
+        begin, end = end, end + len(shape)
+        tile = tuple(tiles[begin:end])
+        rows.append(DescribedRow(tensor, replace(d, position=position) if position else d, writer, tile))
+        kinds.append((d, shape, itemsize, tile) if d.flat is None else d)
+    return Described(rows, infos, doc.folder, kinds)
 
 
 def _mesh(doc: MeshDoc) -> RankMesh:

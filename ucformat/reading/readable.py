@@ -99,22 +99,22 @@ class LazyMapping(Mapping[K, T]):
         return len(self._value)
 
 
-class LazyValues(Mapping[str, T]):
+class LazyValues(Mapping[K, T]):
     """A mapping of known keys, each value of which is read when it is asked for."""
 
-    def __init__(self, names: Iterable[str], read: Callable[[str], T]) -> None:
-        self._names, self._read = dict.fromkeys(names), read
+    def __init__(self, keys: Iterable[K], read: Callable[[K], T]) -> None:
+        self._keys, self._read = dict.fromkeys(keys), read
 
-    def __getitem__(self, name: str) -> T:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._read(name)
+    def __getitem__(self, key: K) -> T:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._read(key)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._keys)
 
 
 class LazySequence(Sequence[T]):
