@@ -16,6 +16,7 @@ from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.structure import manifest_problems, read_manifest, refuse
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
+from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import (
     CheckpointMetadata,
     LazyMapping,
@@ -302,6 +303,7 @@ class Universal:
             self._sidecar = found
         return self._sidecar
 
+    @gc_paused()
     def read_sidecar(self) -> Sidecar:
         """Read the sidecar, and check that its columns match each other, but not whether the extents are possible."""
         doc = self.manifest.sidecar

@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,6 +56,14 @@ def _batches(plan: Plan, costs: Costs) -> list[list[Request]]:
             nbytes, ranges = r.total, r.count
         batches[-1].append(r)
     return batches
+
+
+def _split(batch: list[Request]) -> Iterator[list[Request]]:
+    """A batch, or one for each range of whole chunks, because these are as long as requests may be."""
+    if batch[0].is_checked and batch[0].count > 1:
+        yield from ([r] for r in batch[0].ranges())
+    else:
+        yield batch
 
 
 def _parallel(plan: Plan, costs: Costs, batches: int) -> int:
@@ -151,7 +159,7 @@ def execute(
     """
     costs = store.costs
     batches = _batches(plan, costs)
-    pending = iter(batches)
+    pending = chain.from_iterable(map(_split, batches))
     lock = threading.Lock()
     failed = threading.Event()
 
@@ -176,7 +184,8 @@ def execute(
             failed.set()
             raise
 
-    count = min(threads or _parallel(plan, costs, len(batches)), len(batches))
+    number = sum(batch[0].count if batch[0].is_checked else 1 for batch in batches)
+    count = min(threads or _parallel(plan, costs, number), number)
     if count <= 1:
         work()
         return

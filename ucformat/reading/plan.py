@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Literal
@@ -12,6 +12,7 @@ from ucformat.errors import CoverageError, Inconsistent, IntegrityError, Missing
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo, Tiles
 from ucformat.reading.copies import Copy, copies
+from ucformat.reading.garbage import gc_paused
 from ucformat.storage.base import Costs
 from ucformat.storage.concurrency import map_io
 
@@ -36,8 +37,8 @@ _SMALL_GAP = 16  # bytes of gaps that never justify another request: checksums, 
 class Request:
     """One range of bytes of a file, and the copies of it to buffers.
 
-    With a `count` it represents `count` ranges, `step` bytes apart: its only copy is that of the first range, and each
-    further one is copied `dst_step` bytes further in memory.
+    With a `count` it represents `count` ranges, `step` bytes apart: its only copy is that of the first range, and the
+    copies of further ones follow in memory, `dst_step` bytes apart.
     """
 
     file: str
@@ -56,6 +57,19 @@ class Request:
     def end(self) -> int:
         """The byte of the file after the last range."""
         return self.offset + (self.count - 1) * self.step + self.nbytes
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether checksums of its bytes are verified."""
+        return self.copies[0].block is not None
+
+    def ranges(self) -> Iterator[Request]:
+        """Each range of whole chunks as a request of its own."""
+        (copy,) = self.copies
+        for skip in range(0, self.count * self.step, self.step):
+            block = replace(copy.block, offset=copy.block.offset + skip) if copy.block else None
+            dst = copy.dst + skip // self.step * copy.count * copy.dst_step
+            yield Request(self.file, self.offset + skip, self.nbytes, (replace(copy, dst=dst, block=block),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +109,7 @@ class ReadItem:
     pieces: Sequence[tuple[int, Piece]]
 
 
+@gc_paused()
 def make_plan(items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs | None = None) -> Plan:
     """Plan how to fill all pieces of all tensors.
 
@@ -211,12 +226,14 @@ def _whole_chunks(buffer: int, file: str, inner: Copy, outer: Copy, block: Block
     for at in product(*map(range, leading)):
         src = block.offset + sum(i * s for i, s in zip(at, outer.src_strides, strict=False))
         dst = inner.dst + sum(i * d for i, d in zip(at, outer.dst_strides, strict=False))
-        for first in range(0, last, per_request):
-            count = min(per_request, last - first)
+        full = last // per_request if adjacent else 0  # requests of as many chunks, which are one here
+        runs = [(0, per_request, full)] if full else []
+        runs += [(first, min(per_request, last - first), 1) for first in range(full * per_request, last, per_request)]
+        for first, count, times in runs:
             begin, to = src + first * step, dst + first * dst_step
             own = Block(begin, block.nbytes, block.crc32c, block.placed)
             copy = Copy(inner.shape, skip, inner.src_strides, to, inner.dst_strides, buffer, own, count, step, dst_step)
-            yield Request(file, begin, (count - 1) * step + block.stored, (copy,))
+            yield Request(file, begin, (count - 1) * step + block.stored, (copy,), times, count * step)
 
 
 def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Request]:

@@ -9,6 +9,7 @@ from ucformat.errors import StateMismatch, UsageError
 from ucformat.geometry.patterns import compile_pattern, expand
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.record import lineage_to
+from ucformat.reading.garbage import gc_paused
 from ucformat.torch.state.elements import blocks_of
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def _by_regex(rules: Mapping[str, str]) -> Callable[[str], str]:
     return rename
 
 
+@gc_paused()
 def match(
     targets: Sequence[LocalShard], aliases: Mapping[str, str], ck: Checkpoint, names: Mapping[str, str], *, cast: bool
 ) -> tuple[list[Matched], Problems]:
