@@ -311,7 +311,7 @@ def of_load(name: str, rank: int, ranks: int, found: dict[str, Any]) -> dict[str
     memory = Memory()
     ck, store, seconds = opened(found)
     begun = time.process_time()
-    matched, problems = match(shards, {}, ck, stored_names(ck, None), cast=False)
+    matched, problems, _ = match(shards, {}, ck, stored_names(ck, None), cast=False)
     if problems.lines(unexpected=False):
         raise SystemExit(f"{name}: {problems.lines(unexpected=False)[:3]}")
     items = [item_for(ck.source, m.stored, [(n, p) for p in m.target.pieces]) for n, m in enumerate(matched)]

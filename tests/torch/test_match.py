@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.memory import MemoryStore
 from ucformat.torch import save
-from ucformat.torch.loading.match import Problems, match, raise_for, stored_names
+from ucformat.torch.loading.match import Problems, labels_of, match, raise_for, stored_names
 from ucformat.torch.state.local import local_of
 
 if TYPE_CHECKING:
@@ -45,7 +47,9 @@ def matched(
     cast: bool = False,
     rename: Any = None,
 ) -> tuple[dict[Key, tuple[Key, str]], Problems]:
-    found, problems = match(targets, aliases or {}, ck, stored_names(ck, rename), cast=cast)
+    names = stored_names(ck, rename)
+    found, problems, lacking = match(targets, aliases or {}, ck, names, cast=cast)
+    problems = replace(problems, unexpected=tuple(labels_of(compress(ck.tensors, lacking), names)))
     return {m.target.key: (m.stored.key, m.stored.dtype) for m in found}, problems
 
 

@@ -169,7 +169,7 @@ class Reader(StorageReader):
             raise UsageError("the checkpoint is not open", hint="call read_metadata() before read_data()")
         wanted = [(i, planner.resolve_tensor(i)) for i in plan.items if i.type != LoadItemType.BYTE_IO]
         aliases, targets = without_ties([_target(entries, i, t.detach()) for i, t in wanted])
-        matched, tensor_problems = match(targets, aliases, entries.ck, entries.names, cast=self._cast)
+        matched, tensor_problems, _ = match(targets, aliases, entries.ck, entries.names, cast=self._cast)
         held = getattr(planner, "state_dict", {})
         current = {k: None if isinstance(v, BytesStorageMetadata) else v for k, v in held.items()}
         fqns = [i.dest_index.fqn for i in plan.items if i.type == LoadItemType.BYTE_IO]

@@ -179,11 +179,11 @@ class OptimizerTargets:
             stored: the optimizer states of the checkpoint.
         """
         scalars = [local_of(name, c.state, scalar) for c in self.counters for name, scalar in c.read.items()]
-        matched, lacking = match(scalars, {}, stored.ck, stored.names, cast=True)
+        matched, found, _ = match(scalars, {}, stored.ck, stored.names, cast=True)
         read(stored.ck, matched)
         self.targets += [LocalShard(s.info, (), s.tensor) for s in scalars]  # so that they are not unexpected
         differing = [c.problem for c in self.counters]
-        self.problems |= Problems(missing=lacking.missing, others=tuple(d for d in differing if d is not None))
+        self.problems |= Problems(missing=found.missing, others=tuple(d for d in differing if d is not None))
 
     def put(self) -> None:
         """Apply what was read."""

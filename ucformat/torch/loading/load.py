@@ -217,14 +217,10 @@ def load_local(
     ranks = group or group_of()
     with ranks.sharing_errors():
         names = names or stored_names(ck, None)
-        matched, found = match(targets, aliases or {}, ck, names, cast=cast)
+        matched, found, lacking = match(targets, aliases or {}, ck, names, cast=cast)
         stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)
-        lacking = set(found.unexpected)
-        bits = np.zeros(len(ck.tensors), np.uint8)
-        if lacking:
-            bits[:] = [label in lacking for label in labels_of(ck.tensors, names)]
-        others = replace(found, unexpected=()) | (problems or Problems())
-    mine = _RankReport(ranks.rank, others, np.packbits(bits), layout or {}, stateful)
+        others = found | (problems or Problems())
+    mine = _RankReport(ranks.rank, others, np.packbits(lacking), layout or {}, stateful)
     joined: _RankReport = ranks.combine(mine, _join, _RankReport)
     common = labels_of(compress(ck.tensors, np.unpackbits(joined.unexpected)), names)
     found = replace(joined.problems, unexpected=(*common, *joined.problems.unexpected))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from ucformat.errors import StateMismatch, UsageError
 from ucformat.geometry.patterns import compile_pattern, expand
 from ucformat.geometry.tensor import Key, TensorInfo
@@ -14,6 +16,8 @@ from ucformat.torch.state.elements import blocks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
@@ -121,7 +125,7 @@ def _by_regex(rules: Mapping[str, str]) -> Callable[[str], str]:
 @gc_paused()
 def match(
     targets: Sequence[LocalShard], aliases: Mapping[str, str], ck: Checkpoint, names: Mapping[str, str], *, cast: bool
-) -> tuple[list[Matched], Problems]:
+) -> tuple[list[Matched], Problems, NDArray[np.bool_]]:
     """Match each target with the stored tensor from which it is read.
 
     A float32 weight or a `master` is read from `master` if that is stored, else from `weight`.
@@ -135,7 +139,7 @@ def match(
         cast: match tensors of different dtypes too.
 
     Returns:
-        the matches, and all mismatches.
+        the matches, all mismatches but what is unexpected, and of each tensor of the checkpoint whether it is that.
     """
     found: list[Matched] = []
     missing, shapes, dtypes, others = [], [], [], []
@@ -166,8 +170,8 @@ def match(
                 others.append(f"tied here: {alias} is {name}, but the checkpoint has two tensors, which differ")
         if mine is not None:
             wanted |= {Key(mine, s) for s in PARAMETER}
-    unexpected = _unexpected(wanted, {t.info.state for t in targets}, ck, names)
-    return found, Problems(tuple(missing), tuple(unexpected), tuple(shapes), tuple(dtypes), tuple(others))
+    problems = Problems(tuple(missing), (), tuple(shapes), tuple(dtypes), tuple(others))
+    return found, problems, _unexpected(wanted, {t.info.state for t in targets}, ck)
 
 
 def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> TensorInfo | None:
@@ -205,12 +209,12 @@ def _equal(ck: Checkpoint, a: str, b: str, held: Iterable[Box]) -> bool:
     return True
 
 
-def _unexpected(wanted: set[Key], states: set[str], ck: Checkpoint, names: Mapping[str, str]) -> Iterable[str]:
-    """Stored tensors that are not in the state, only of kinds that it has: weights, states of an optimizer."""
+def _unexpected(wanted: set[Key], states: set[str], ck: Checkpoint) -> NDArray[np.bool_]:
+    """Which stored tensors are not in the state, only of kinds that it has: weights, states of an optimizer."""
     weights = bool(states & set(PARAMETER))
     optimizer = bool(states - set(PARAMETER))
-    lacking = (k for k in ck.tensors if k not in wanted and (weights if k.state in PARAMETER else optimizer))
-    return labels_of(lacking, names)
+    lacking = (k not in wanted and (weights if k.state in PARAMETER else optimizer) for k in ck.tensors)
+    return np.fromiter(lacking, np.bool_, len(ck.tensors))
 
 
 def labels_of(keys: Iterable[Key], names: Mapping[str, str]) -> list[str]:
