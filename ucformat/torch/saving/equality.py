@@ -10,6 +10,7 @@ from ucformat.errors import UsageError
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Key
+from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import path_to_json
 from ucformat.sources.dcp.names import dotted
 from ucformat.storage.strided import checksum
@@ -38,6 +39,7 @@ _COMPARED_WHOLE = 64 << 10
 _SAMPLES, _SAMPLE_BYTES = 4, 1 << 10
 
 
+@gc_paused()
 def checksums(items: Sequence[WriteItem], elements: Callable[[int, int], Elements]) -> list[NDArray[np.uint32]]:
     """Return a checksum of each piece of each item, by which replicas are compared.
 

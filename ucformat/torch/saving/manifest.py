@@ -18,6 +18,7 @@ from ucformat.format.distribution import Distribution
 from ucformat.format.objects import put_objects
 from ucformat.format.universal import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import Place, path_to_json
 from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, WriterDoc
 from ucformat.schema.tensors import TensorTable
@@ -116,6 +117,7 @@ class StateInfo:
     distributed: tuple[int, ...] = ()
 
 
+@gc_paused()
 def state_info(
     state: LocalState, tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...] | None = None, stall: float = 0.0
 ) -> StateInfo:

@@ -18,6 +18,7 @@ from ucformat.format.commit import begin
 from ucformat.format.described import Described, DescribedRow, file_order
 from ucformat.format.digest import document_digest
 from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.reading.garbage import gc_paused
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.torch.comm.wire import decode, encode, message
 from ucformat.torch.saving.agree import agree
@@ -279,6 +280,7 @@ def _plan_described(
     return assignment, attempt, plan[2]
 
 
+@gc_paused()
 def write_plan(statement: Statement, exceptions: Exceptions, options: SaveOptions) -> WritePlan:
     """Return the part of one rank, which follows from what it states.
 
@@ -296,6 +298,7 @@ def write_plan(statement: Statement, exceptions: Exceptions, options: SaveOption
     return WritePlan(infos, batches=batches, messages=messages, folders=folders)
 
 
+@gc_paused()
 def described_plan(joined: Joined, form: Form) -> GlobalPlan:
     """Return the plan of described tensors, in the order of rank 0, then of further ranks.
 

@@ -17,6 +17,7 @@ import numpy as np
 from ucformat.format.described import file_order
 from ucformat.format.distribution import Distribution, RankMesh
 from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.reading.garbage import gc_paused
 from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import encode, message
 
@@ -176,6 +177,7 @@ class Statement:
         facts: of the rank.
     """
 
+    @gc_paused()
     def __init__(
         self, rank: int, items: Sequence[WriteItem], distributions: Sequence[Distribution | None], facts: Facts
     ) -> None:
