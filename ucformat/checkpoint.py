@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UcformatError, UnsupportedError, UsageError
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import document_digest
-from ucformat.format.objects import PerRankValues
 from ucformat.format.universal import Universal, describe, index_tensors
 from ucformat.geometry.tensor import Key
 from ucformat.reading.garbage import gc_paused
@@ -225,7 +224,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def per_rank(self) -> Mapping[str, Sequence[Any]]:
         """The values that each rank saved as its own, by name: `per_rank[name][rank]`, plain JSON."""
         doc = self.universal.manifest.per_rank if self.universal else None
-        return PerRankValues(self.universal, doc) if self.universal and doc else {}
+        if self.universal is None or doc is None:
+            return {}
+        from ucformat.format.objects import PerRankValues  # with NumPy, which many commands do not need
+
+        return PerRankValues(self.universal, doc)
 
     @cached_property
     def assets(self) -> Mapping[str, bytes]:
