@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Connections", "Line", "Lost", "Node"]
 
 _ASK_S = 5.0  # seconds in which a rank answers what it waits for, unless it is stopped
-_ALARM_S = 1.0  # how long to wait for the alarm of a rank that has ended
+_ALARM_S = 5.0  # how long to wait for the alarm of a rank that has ended; hosts may be busy
 _BUSY, _WAITING, _GAVE_UP = 0, 1, 2  # states of a rank; the last two because of another one
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()
