@@ -171,12 +171,11 @@ def names_below(store: Store, manifest: Manifest, folder: str) -> bool:
 def _paths(store: Store, manifest: Manifest) -> Iterable[str]:
     """The files and array folders that a manifest, or its sidecar, names."""
     yield from (tensor.path for tensor in manifest.tensors if tensor.path is not None)
-    yield from (doc.path for doc in (manifest.objects, manifest.per_rank, *manifest.assets.values()) if doc is not None)
+    yield from (doc.path for doc in manifest.files)
     if manifest.sidecar is not None:
         from ucformat.format.sidecar import decode
 
         path = manifest.sidecar.path
-        yield path
         yield from decode(store.read(path), manifest.tensors, f"{store.url}/{path}").files
 
 

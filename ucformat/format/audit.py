@@ -224,7 +224,7 @@ def items(source: Universal) -> Iterator[AuditItem]:
         source: the checkpoint.
     """
     m = source.manifest
-    yield from (ListedFile(doc) for doc in (*m.assets.values(), m.objects, m.per_rank, m.sidecar) if doc is not None)
+    yield from map(ListedFile, m.files)
     yield from (ZarrJson(*document) for document in metadata_documents(m))
     yield from source_files(source)
     for key, doc in source.docs.items():

@@ -175,6 +175,12 @@ class Manifest(_Document):
     digest: Digest | None = None
 
     @property
+    def files(self) -> tuple[FileDoc, ...]:
+        """The files that it lists besides those of tensors: assets, objects, values of ranks, and the sidecar."""
+        found = (*self.assets.values(), self.objects, self.per_rank, self.sidecar)
+        return tuple(doc for doc in found if doc is not None)
+
+    @property
     def known_commits(self) -> int | None:
         """The manifest's own count of commits, else the greatest of the checkpoints that it was made from."""
         return self.commits or max((edge.commits for edge in self.lineage if edge.commits is not None), default=None)
