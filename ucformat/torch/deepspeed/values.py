@@ -337,8 +337,8 @@ class ClientState:
         self.ranks: dict[str, Sequence[Any]] = {
             k: LazySequence(partial(self._decoded, values)) for k, values in saved.items()
         }
-        own = {k: decode(values[rank], trust=trust) for k, values in saved.items() if len(values) == ranks}
-        self._own = {k: self._filled(value) for k, value in own.items()}
+        own = ((k, values[rank]) for k, values in saved.items() if len(values) == ranks)
+        self._own = {k: self._filled(decode(value, trust=trust)) for k, value in own}
 
     def _decoded(self, values: Sequence[Any]) -> list[Any]:
         return [decode(v, trust=self._trust) for v in values]
