@@ -18,9 +18,8 @@ import numpy as np
 from ucformat.errors import LayoutError
 from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.format.distribution import Cut, Distribution, RankMesh
+from ucformat.format.stored_tensors import StoredTensors
 from ucformat.geometry.box import Box
-from ucformat.geometry.tensor import TensorInfo
-from ucformat.reading.readable import LazyValues
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import DescribedDoc, DistributionDoc, MeshDoc
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.geometry.tensor import Tiles
+    from ucformat.geometry.tensor import TensorInfo, Tiles
     from ucformat.schema.tensors import TensorTable
 
 __all__ = [
@@ -167,7 +166,10 @@ class Described:
         self._in_group: list[tuple[int, int]] = []  # (group, rows of the group that precede it in its files)
         self._flat_groups: list[_FlatGroup] = []
         self._flat_file = lru_cache(maxsize=1 << 14)(self._lay_out_flat)
-        self._lay_out([_kind(r, infos[r.tensor]) for r in self.rows] if kinds is None else kinds)
+        if kinds is None:
+            own = ((_without_position(r.distribution), infos[r.tensor], r.tile) for r in self.rows)
+            kinds = [_kind(d, info.shape, info.itemsize, tile) for d, info, tile in own]
+        self._lay_out(kinds)
 
     def __contains__(self, tensor: int) -> bool:
         return tensor in self._row
@@ -290,10 +292,9 @@ class Described:
             yield from tiling.runs(box, packed_file(self.folder, rank), offset, within)
 
 
-def _kind(row: DescribedRow, info: TensorInfo) -> Any:
-    """What the rows of a group have in common."""
-    d = row.distribution
-    return (d, info.shape, info.itemsize, row.tile) if d.flat is None else _without_position(d)
+def _kind(d: Distribution, shape: tuple[int, ...], itemsize: int, tile: tuple[int, ...]) -> Any:
+    """What a row has in common with those of its group; `d` is without its position in a flat buffer."""
+    return (d, shape, itemsize, tile) if d.flat is None else d
 
 
 def _stored(d: Distribution, shape: tuple[int, ...], tiling: Tiling) -> NDArray[np.int64]:
@@ -366,13 +367,6 @@ def decode_rows(doc: DescribedDoc, columns: Mapping[str, NDArray[np.int64]], ten
     known = [
         Distribution(meshes[d.mesh], tuple(Cut(*cut) for cut in d.cuts), d.flat, d.part) for d in doc.distributions
     ]
-
-    def info_of(tensor: int) -> TensorInfo:
-        kind = tensors.kinds[tensors.kind[tensor]]
-        return TensorInfo(tensors.names[tensors.name[tensor]], kind.state, kind.dtype, kind.shape)
-
-    # an object for each of 200,000 tensors takes half of the time to open a checkpoint, and a rank reads a few of them
-    infos = LazyValues(columns[COLUMNS[0]].tolist(), info_of)
     rows, kinds, tiles, end = [], [], columns[DESCRIBED_TILE].tolist(), 0
     of_kind = [(k.shape, ITEMSIZE[k.dtype]) for k in tensors.kinds]
     for tensor, number, writer, position in zip(*(columns[name].tolist() for name in COLUMNS), strict=True):
@@ -383,8 +377,8 @@ def decode_rows(doc: DescribedDoc, columns: Mapping[str, NDArray[np.int64]], ten
         begin, end = end, end + len(shape)
         tile = tuple(tiles[begin:end])
         rows.append(DescribedRow(tensor, replace(d, position=position) if position else d, writer, tile))
-        kinds.append((d, shape, itemsize, tile) if d.flat is None else d)
-    return Described(rows, infos, doc.folder, kinds)
+        kinds.append(_kind(d, shape, itemsize, tile))  # a TensorInfo for each of 200,000 rows would take as long again
+    return Described(rows, StoredTensors(tensors), doc.folder, kinds)
 
 
 def _mesh(doc: MeshDoc) -> RankMesh:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from ucformat.errors import IntegrityError, MissingData, NotFound
+from ucformat.errors import IntegrityError
 from ucformat.format.arrays import put_file
+from ucformat.format.universal import json_object
 from ucformat.schema.manifest import PerRankDoc
-from ucformat.schema.values import dumps, loads
+from ucformat.schema.values import dumps
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class PerRankValues(Mapping[str, Sequence[Any]]):
         """
         if rank not in self._known:
             begin, end = self._bounds[rank : rank + 2]
-            self._known[rank] = self._decoded(self._read(begin, end - begin))
+            self._known[rank] = self._decoded(self._source.read_range(self._doc, begin, end - begin))
         return self._known[rank]
 
     def read_all(self) -> None:
@@ -111,18 +112,12 @@ class PerRankValues(Mapping[str, Sequence[Any]]):
         end = self._doc.nbytes - nbytes
         if end < 0:
             raise self._damaged("is too small for its index")
-        index = np.frombuffer(self._checked(self._read(end, nbytes)), "<u8").reshape(-1, 2)
+        index = np.frombuffer(self._checked(self._source.read_range(self._doc, end, nbytes)), "<u8").reshape(-1, 2)
         stops = np.cumsum(index[:, 1], dtype="<u8")
         bounds = [0, *stops.tolist()]
         if not np.array_equal(index[:, 0], bounds[:-1]) or bounds != sorted(bounds) or bounds[-1] != end:
             raise self._damaged("has an index with gaps or overlaps")
         return bounds
-
-    def _read(self, offset: int, nbytes: int) -> bytes:
-        try:
-            return self._source.store.read(self._doc.path, offset, nbytes)
-        except NotFound as error:
-            raise MissingData(error.message) from error
 
     def _checked(self, data: bytes) -> bytes:
         if data[-_CRC:] != checksum(data[:-_CRC]).to_bytes(_CRC, "little"):
@@ -130,11 +125,8 @@ class PerRankValues(Mapping[str, Sequence[Any]]):
         return data[:-_CRC]
 
     def _decoded(self, data: bytes) -> dict[str, Any]:
-        try:
-            found = loads(self._checked(data))
-        except (ValueError, RecursionError) as error:
-            raise self._damaged(f"is not JSON: {str(error)[:200]}") from error
-        if not isinstance(found, dict) or not found.keys() >= set(self._doc.names):
+        found = json_object(self._checked(data), f"{self._source.store.url}/{self._doc.path}")
+        if not found.keys() >= set(self._doc.names):
             raise self._damaged("lacks values that the manifest names")
         return found
 

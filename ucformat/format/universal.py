@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, NotFound
 from ucformat.format.arrays import shard_key
@@ -13,6 +11,7 @@ from ucformat.format.chunking import Grid
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore, is_below
+from ucformat.format.stored_tensors import StoredTensors, ValueByKey
 from ucformat.format.structure import manifest_problems, read_manifest, refuse
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
@@ -33,113 +32,36 @@ from ucformat.storage.local import LocalStore
 from ucformat.storage.watched import WatchedStore, first_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, ItemsView, Iterator, ValuesView
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Extent, Tiles
     from ucformat.schema.manifest import FileDoc
     from ucformat.storage.base import Store
 
-__all__ = ["StoredTensors", "Universal", "describe", "grid_of", "group_doc", "group_docs", "index_tensors", "paths_of"]
+__all__ = ["Universal", "describe", "grid_of", "group_doc", "group_docs", "index_tensors", "paths_of"]
 
 _LARGE_BYTES = 256 << 20  # a manifest must not claim more for small files
 _LARGE_SHARDS = 10_000
 
-T = TypeVar("T")
 
+def json_object(data: bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object that a file, or a part of it, consists of.
 
-class _ByKey(Mapping[Key, T]):
-    """A value for each tensor of a table, made when it is asked for; all of them when somebody enumerates values."""
+    Args:
+        data: the bytes.
+        where: the file's url, for error messages.
 
-    def __init__(self, table: TensorTable, make: Callable[[int], T]) -> None:
-        self._table, self._make = table, make
-
-    @cached_property
-    def _keys(self) -> list[Key]:
-        table = self._table
-        return list(map(Key, map(table.names.__getitem__, table.name), table.by_kind(lambda kind: kind.state)))
-
-    @cached_property
-    def _all(self) -> dict[Key, T]:
-        return dict(zip(self._keys, map(self._make, range(len(self._table))), strict=True))
-
-    def __getitem__(self, key: Key) -> T:
-        if "_all" in self.__dict__:
-            return self._all[key]
-        row = self._table.row(*key) if isinstance(key, tuple) and len(key) == 2 else None
-        if row is None:
-            raise KeyError(key)
-        return self._make(row)
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def values(self) -> ValuesView[T]:
-        return self._all.values()
-
-    def items(self) -> ItemsView[Key, T]:
-        return self._all.items()
-
-    def __repr__(self) -> str:
-        return repr(self._all)
-
-
-class _States(Mapping[str, list[str]]):
-    """The states in which each name of a table is stored."""
-
-    def __init__(self, table: TensorTable) -> None:
-        self._table = table
-
-    @cached_property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(map(self._table.names.__getitem__, dict.fromkeys(self._table.name)))
-
-    def __getitem__(self, name: str) -> list[str]:
-        if not (rows := self._table.rows(name)):
-            raise KeyError(name)
-        return [self._table.kinds[self._table.kind[row]].state for row in rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-class StoredTensors(Sequence[TensorInfo]):
-    """The tensors of a table, in order.
-
-    Attributes:
-        by_key: the tensors by name and state.
-        states: the states of each name.
+    Raises:
+        IntegrityError: it is not one.
     """
-
-    def __init__(self, table: TensorTable) -> None:
-        def info(row: int) -> TensorInfo:
-            kind = table.kinds[table.kind[row]]
-            return TensorInfo(table.names[table.name[row]], kind.state, kind.dtype, kind.shape)
-
-        self.by_key: Mapping[Key, TensorInfo] = _ByKey(table, info)
-        self.states: Mapping[str, list[str]] = _States(table)
-        self._info, self._rows = info, range(len(table))
-
-    @overload
-    def __getitem__(self, index: int) -> TensorInfo: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[TensorInfo, ...]: ...
-    def __getitem__(self, index: int | slice) -> TensorInfo | tuple[TensorInfo, ...]:
-        if isinstance(index, slice):
-            return tuple(map(self._info, self._rows[index]))
-        return self._info(self._rows[index])
-
-    def __iter__(self) -> Iterator[TensorInfo]:
-        return iter(self.by_key.values())
-
-    def __len__(self) -> int:
-        return len(self._rows)
+    try:
+        found = loads(data)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{where} is not JSON: {str(error)[:200]}") from error
+    if not isinstance(found, dict):
+        raise IntegrityError(f"{where} is not a JSON object")
+    return found
 
 
 def index_tensors(tensors: Sequence[TensorInfo]) -> tuple[Mapping[Key, TensorInfo], Mapping[str, list[str]]]:
@@ -190,7 +112,7 @@ class Universal:
         if sidecar is not None and sidecar.roots:
             watching.inner = MountedStore(watching.inner, sidecar, roots)
         m, table = self.manifest, self.manifest.tensors
-        self.docs: Mapping[Key, TensorDoc] = _ByKey(table, table.__getitem__)
+        self.docs: Mapping[Key, TensorDoc] = ValueByKey(table, table.__getitem__)
         groups = LazyMapping(lambda: {name: i for i, g in enumerate(m.groups) for name in g.params})
         paths = LazyMapping(lambda: {Key(d.name, d.state): tuple(map(path_from_json, d.at)) for d in table if d.at})
         self.metadata = CheckpointMetadata(
@@ -211,15 +133,7 @@ class Universal:
     def objects(self) -> dict[str, Any]:
         """Read the non-tensor values, by name."""
         doc = self.manifest.objects
-        if doc is None:
-            return {}
-        try:
-            found = loads(self.read_file(doc))
-        except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"{self.store.url}/{doc.path} is not JSON: {str(error)[:200]}") from error
-        if not isinstance(found, dict):
-            raise IntegrityError(f"{self.store.url}/{doc.path} is not a JSON object")
-        return found
+        return {} if doc is None else json_object(self.read_file(doc), f"{self.store.url}/{doc.path}")
 
     def read_file(self, doc: FileDoc) -> bytes:
         """Read a file that the manifest lists, and check its digest.
@@ -231,10 +145,7 @@ class Universal:
             MissingData: the file is missing.
             IntegrityError: it differs from the committed file.
         """
-        try:
-            data = self.store.read(doc.path)
-        except NotFound as error:
-            raise MissingData(error.message) from error
+        data = self.read_range(doc)
         if len(data) != doc.nbytes or bytes_digest(data) != doc.digest:
             reason = "its digest differs" if len(data) == doc.nbytes else f"{len(data)} bytes instead of {doc.nbytes}"
             raise IntegrityError(
@@ -242,6 +153,22 @@ class Universal:
                 hint="restore it from another copy of the checkpoint",
             )
         return data
+
+    def read_range(self, doc: FileDoc, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Read a range of a file that the manifest lists, which the caller checks.
+
+        Args:
+            doc: the file's entry in the manifest.
+            offset: first byte.
+            nbytes: number of bytes (None: to the end of the file).
+
+        Raises:
+            MissingData: the file is missing, or ends before the range does.
+        """
+        try:
+            return self.store.read(doc.path, offset, nbytes)
+        except NotFound as error:
+            raise MissingData(error.message) from error
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
         """See Readable."""
