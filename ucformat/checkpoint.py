@@ -51,6 +51,7 @@ def open_checkpoint(
     *,
     roots: Callable[[], Sequence[str]] = tuple,
     options: Mapping[str, Any] | None = None,
+    watch: Callable[[Store], WatchedStore] = WatchedStore,
 ) -> Checkpoint:
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
@@ -58,12 +59,13 @@ def open_checkpoint(
         place: a path or url of a universal checkpoint, or of one that a known engine wrote.
         roots: returns the places that may hold a virtual checkpoint's files; called only if they are needed.
         options: facts that the files of a foreign checkpoint lack; each kind has its own (docs/sources).
+        watch: returns the store through which files of another are read.
 
     Raises:
         NotFound: the place does not exist, or is empty.
         NotACheckpoint: the place holds no checkpoint, or no committed one.
     """
-    store = WatchedStore(open_store(place) if isinstance(place, str | PathLike) else place)
+    store = watch(open_store(place) if isinstance(place, str | PathLike) else place)
     if not exists(store, MANIFEST):
         with CachedListingStore(store) as seen:
             try:
@@ -73,7 +75,7 @@ def open_checkpoint(
             except UnsupportedError as error:  # plain HTTP, which has no folders
                 missing = error
             if missing is not None:
-                if isinstance(place, str | PathLike) and (source := _open_file(place, options)) is not None:
+                if isinstance(place, str | PathLike) and (source := _open_file(place, options, watch)) is not None:
                     return Checkpoint(source)
                 raise missing
             from ucformat.sources import open_source  # slow to import, and not needed for universal checkpoints
@@ -103,14 +105,16 @@ def _known() -> str:
     return ", ".join(source.title for source in SOURCES)
 
 
-def _open_file(place: str | PathLike[str], options: Mapping[str, Any] | None) -> OpenSource | None:
+def _open_file(
+    place: str | PathLike[str], options: Mapping[str, Any] | None, watch: Callable[[Store], WatchedStore]
+) -> OpenSource | None:
     """A checkpoint that is a single file; None if there is no such file."""
     folder, _, name = fspath(place).rpartition("/")
     if not name or folder.lower() in ("file:", "file:/"):  # of a url nothing but the scheme
         return None
     if folder.lower() in ("file://", "file://localhost") or fspath(place).rfind("/") == 0:
         folder += "/"
-    store = WatchedStore(open_store(folder or "."))
+    store = watch(open_store(folder or "."))
     if not exists(store, name):
         return None
     from ucformat.sources import open_source_file

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, NotFound, UcformatError
 from ucformat.settings import allowed_roots
 from ucformat.storage.url import as_strings
+from ucformat.storage.watched import WatchedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.views.document import Steps
 
-__all__ = ["open_reference"]
+__all__ = ["open_reference", "open_watched"]
 
 
 def open_reference(
@@ -48,15 +49,34 @@ def open_reference(
         UsageError: the reference matches several checkpoints.
     """
     given = as_strings(roots)
-    found = _open(place, lambda: (*given, *allowed_roots()), options)
+    found, _ = _open(place, lambda: (*given, *allowed_roots()), options)
     return found if view is None else found.view(view)
 
 
+def open_watched(place: str, watch: Callable[[Store], WatchedStore]) -> tuple[Checkpoint, str]:
+    """Open a checkpoint through stores that the caller makes; see `open_reference`.
+
+    Args:
+        place: as for `open_reference`.
+        watch: returns the store through which files of another are read.
+
+    Returns:
+        the checkpoint, and the path or url to which the reference refers.
+    """
+    return _open(place, allowed_roots, watch=watch)
+
+
+_P = TypeVar("_P", bound="str | PathLike[str] | Store")
+
+
 def _open(
-    place: str | PathLike[str] | Store, roots: Callable[[], Sequence[str]], options: Mapping[str, Any] | None
-) -> Checkpoint:
+    place: _P,
+    roots: Callable[[], Sequence[str]],
+    options: Mapping[str, Any] | None = None,
+    watch: Callable[[Store], WatchedStore] = WatchedStore,
+) -> tuple[Checkpoint, _P | str]:
     if not isinstance(place, str) or not _is_reference(place):
-        return open_checkpoint(place, roots=roots, options=options)
+        return open_checkpoint(place, roots=roots, options=options, watch=watch), place
     from ucformat.catalog.catalog import Catalog
     from ucformat.settings import load_settings
 
@@ -72,12 +92,12 @@ def _open(
         failure: UcformatError | None = None
         for url in entry.urls:
             try:
-                ck = open_checkpoint(url, roots=roots, options=options)
+                ck = open_checkpoint(url, roots=roots, options=options, watch=watch)
                 _must_be_recorded(catalog, entry, ck, url)
             except UcformatError as error:  # another place may have it, too
                 failure = failure or error
                 continue
-            return ck
+            return ck, url
     raise failure or NotFound(f"the catalog knows {place}, but no place of it", hint="`ucp register PLACE` adds one")
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.references import open_reference
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.deepspeed.engine import inspect_engine, update_module
 from ucformat.torch.deepspeed.optimizer import OptimizerTargets, StoredStates, want_optimizer
@@ -15,6 +14,7 @@ from ucformat.torch.deepspeed.save import boxes_of, locals_of_buffers, weight_of
 from ucformat.torch.deepspeed.values import ClientState, fit_groups, fit_parts, fit_values
 from ucformat.torch.loading.load import LoadReport, load_local
 from ucformat.torch.loading.match import holds_training, stored_names
+from ucformat.torch.loading.together import open_together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,8 +86,8 @@ def load(
     with group_for_call(None, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as group:
         plan = _EnginePlan(_LoadChoice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
         try:
+            ck = open_together(url, group)
             with group.sharing_errors():
-                ck = url if isinstance(url, Checkpoint) else open_reference(url)
                 plan.make(engine, ck, group)
             report = load_local(
                 plan.targets,

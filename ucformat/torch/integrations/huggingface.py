@@ -16,10 +16,11 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from ucformat.errors import NotACheckpoint, UnsupportedError
 from ucformat.format.commit import MANIFEST
-from ucformat.references import open_reference
 from ucformat.sources.configuration import program_config
+from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.integrations.accelerate import unwrapped
 from ucformat.torch.loading.load import load
+from ucformat.torch.loading.together import open_together
 from ucformat.torch.saving.asynchronous import async_save
 from ucformat.torch.saving.save import save
 from ucformat.torch.state.objects import Rng, decode
@@ -102,7 +103,8 @@ class UniversalTrainer(Trainer):
             self._lineage = ()
             return self._finished(super().train(None, *args, **kwargs))
         url = _last(Path(str(self.args.output_dir))) if resume_from_checkpoint is True else resume_from_checkpoint
-        self._resumed = open_reference(url)
+        with group_for_call(None, TIMEOUT, "load", url) as ranks:
+            self._resumed = open_together(url, ranks)
         with TemporaryDirectory() as folder:  # the Trainer reads its state only from a file
             held = decode(self._resumed.objects[_STATE])
             (Path(folder) / "trainer_state.json").write_text(json.dumps(held))

@@ -15,8 +15,9 @@ from ucformat.jobs.removal import remove
 from ucformat.references import open_reference
 from ucformat.sources.configuration import program_config
 from ucformat.storage.url import open_store
-from ucformat.torch.comm.group import single_process_group
+from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_group
 from ucformat.torch.loading.load import load, load_local
+from ucformat.torch.loading.together import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
 from ucformat.torch.saving.manifest import SaveMetadata
 from ucformat.torch.saving.plan import SaveOptions
@@ -103,7 +104,9 @@ class _Universal:
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Load the live model and optimizers, and return what Lightning restores itself."""
         self.wait()
-        ck = open_reference(str(self.broadcast(str(checkpoint_path))))  # type: ignore[attr-defined]
+        url = str(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined] # of the strategy
+        with group_for_call(None, TIMEOUT, "load", url) as ranks:
+            ck = open_together(url, ranks)
         rest = decode(ck.objects.get(_REST, {}), trust=self._trust or weights_only is False)
         strict = "report" if self.lightning_module.strict_loading else False
         state = self._live(optimizers=bool(self.optimizers))

@@ -35,6 +35,7 @@ from ucformat.torch.loading.match import (
     stored_names,
 )
 from ucformat.torch.loading.read import ReadAmount, read, read_and_broadcast
+from ucformat.torch.loading.together import open_together
 from ucformat.torch.loading.values import SavedState, fit_groups, fit_objects, take_values
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.local import LocalShard, locals_of, mesh_of, without_ties
@@ -138,8 +139,8 @@ def load(
         UcformatError: a rank failed or died. Every rank gets the same error.
     """
     with group_for_call(group, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as ranks:
+        ck = open_together(url, ranks)
         with ranks.sharing_errors():
-            ck = url if isinstance(url, Checkpoint) else open_reference(url)
             found = collect(state)
             for path, tensor in found.tensors.items():
                 check_fillable(str(found.keys[path]), tensor)

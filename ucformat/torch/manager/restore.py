@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ucformat.catalog.newest import contradictions
-from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
 from ucformat.format.audit import Check, ZarrJson, block_problems, items, wrong_digests
 from ucformat.format.commit import MANIFEST
@@ -19,6 +18,7 @@ from ucformat.jobs.run import Report, run
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.match import edge_of, holds_training
+from ucformat.torch.loading.together import open_together
 from ucformat.torch.manager.steps import RunContents, list_steps
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ def verify_on_all_ranks(
     """
     ck = None
     try:
-        ck = _open(step)
+        ck = open_together(step.url, ranks)
+        if ck.id != step.id:
+            raise MissingData(f"{step.url} now contains another checkpoint")  # noqa: TRY301 - one of several kinds of damage
         found: _CheckResult | Exception = _verify(ck, mode, ranks, threads)
     except _DAMAGE as error:
         found = _CheckResult([Problem(MANIFEST, error.message)])
@@ -88,13 +90,6 @@ def verify_on_all_ranks(
 
     report: Report = ranks.gather_scatter(found, report_all, _CheckResult, Report)
     return ck, report
-
-
-def _open(step: RunStep) -> Checkpoint:
-    ck = open_checkpoint(step.url)
-    if ck.id != step.id:
-        raise MissingData(f"{step.url} now contains another checkpoint")
-    return ck
 
 
 def _verify(ck: Checkpoint, mode: Mode, ranks: Group, threads: int | None) -> _CheckResult:
