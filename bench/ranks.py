@@ -55,10 +55,10 @@ class Tree:
         self._parents = parents_of([str(rank // 8) for rank in range(ranks)])
         self._of: list[Any] = [None] * ranks  # the statement and checksums of each rank's group
         self._offers: list[Any] = [None] * ranks
-        self.listed = 0
+        self.listed: set[Any] = set()  # tensors
         for members in groups_of(case, ranks).values():
             stated, sums, _ = statement_of(case, members[0], ranks)
-            self.listed += not stated.complete
+            self.listed |= stated.undescribed
             for rank in members:
                 stated.rank = rank
                 stated.coordinates = {mesh: mesh.coordinate(rank) for mesh in stated.coordinates}
@@ -102,7 +102,7 @@ def groups_of(case: Case, ranks: int) -> dict[int, list[int]]:
 def serve(case: Case, ranks: int, text: str, pipe: Any) -> None:
     """Answer rank 0's requests for the messages of its children."""
     tree = Tree(case, ranks, text)
-    pipe.send(tree.listed)
+    pipe.send(len(tree.listed))
     while (request := pipe.recv()) is not None:
         pipe.send(tree.merged(request[1]))
 
@@ -171,7 +171,8 @@ def in_fork(act: Callable[..., Any], *arguments: Any) -> Any:
 def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
     """The seconds of rank 0 for the first plan and the next one, its memory, the bytes exchanged, and the metadata."""
     from ucformat.torch.saving.agree import agree
-    from ucformat.torch.saving.plan import SaveOptions, described_plan, write_plan
+    from ucformat.torch.saving.options import SaveOptions
+    from ucformat.torch.saving.plan import described_plan, write_plan
     from ucformat.torch.saving.statement import Exceptions
     from ucformat.torch.saving.write import sidecar_of
 
@@ -191,7 +192,7 @@ def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
         found = known[1]
         if form == "zarr":
             return answer, found, b""
-        return answer, found, sidecar_of(found.infos, (), (), f"data/{ATTEMPT}", found.described)
+        return answer, found, sidecar_of(found, f"data/{ATTEMPT}")
 
     begun = time.process_time()
     answer, found, sidecar = plan()
@@ -203,7 +204,7 @@ def of_rank_zero(name: str, form: Any, ranks: int, pipe: Any) -> dict[str, Any]:
         raise SystemExit(f"{name}: an equal state is not found to be equal")
     plan()
     again_s = time.process_time() - again
-    manifest = manifest_with(found.table or table_of(found.arrays(ATTEMPT, options)), sidecar)
+    manifest = manifest_with(found.table or table_of(options.arrays(found.infos, ATTEMPT)), sidecar)
     row = {
         "first_s": stating + first - begun,
         "again_s": again_s,
@@ -255,7 +256,8 @@ def manifest_with(tensors: Any, sidecar: bytes) -> bytes:
 
 def of_other(name: str, rank: int, ranks: int, answers: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """The processor seconds of another rank, and its memory in MB, for each form."""
-    from ucformat.torch.saving.plan import SaveOptions, write_plan
+    from ucformat.torch.saving.options import SaveOptions
+    from ucformat.torch.saving.plan import write_plan
     from ucformat.torch.saving.statement import Exceptions
 
     stated, _, stating = statement_of(CASES[name], rank, ranks)
@@ -332,7 +334,8 @@ def differences(name: str, ranks: int, found: dict[str, Any]) -> int:
     from ucformat.format.chunking import Tiling
     from ucformat.format.described import ALIGNMENT
     from ucformat.format.universal import grid_of
-    from ucformat.torch.saving.plan import SaveOptions, write_plan
+    from ucformat.torch.saving.options import SaveOptions
+    from ucformat.torch.saving.plan import write_plan
     from ucformat.torch.saving.statement import Exceptions
 
     gc.disable()  # which would go through millions of pieces again and again

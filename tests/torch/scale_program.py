@@ -22,7 +22,7 @@ from ucformat.torch.comm.group import Group
 from ucformat.torch.comm.tree import connect_by_store
 from ucformat.torch.loading.load import load_local
 from ucformat.torch.saving.manifest import SaveMetadata
-from ucformat.torch.saving.plan import Form, SaveOptions
+from ucformat.torch.saving.options import Form, SaveOptions
 from ucformat.torch.saving.save import save_in_group
 from ucformat.torch.state.elements import SharedMemory
 from ucformat.torch.state.local import local_of, local_state

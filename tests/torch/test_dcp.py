@@ -28,7 +28,7 @@ from ucformat.catalog.catalog import Catalog
 from ucformat.errors import Conflict, StateMismatch, UnsupportedError, UsageError
 from ucformat.format.shard import write_shard
 from ucformat.jobs.documents import write_documents
-from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save_local
 from ucformat.torch.state.local import LocalState, local_of
 

@@ -12,7 +12,7 @@ import ucformat
 from tests.jobs.conftest import foreign
 from ucformat.torch import Manager, Rng, load, save
 from ucformat.torch.integrations.torchtitan import CheckpointManager
-from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save_local
 from ucformat.torch.state.local import local_state
 

@@ -25,7 +25,7 @@ from ucformat.geometry.tensor import TensorInfo, single_extents
 from ucformat.schema.manifest import Manifest, SidecarDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.memory import MemoryStore
-from ucformat.torch.saving.assignment import WriteItem, assign_pieces, merge_items
+from ucformat.torch.saving.assignment import GlobalPlan, WriteItem, assign_pieces, merge_items
 from ucformat.torch.saving.write import sidecar_of, write_packed
 
 if TYPE_CHECKING:
@@ -57,9 +57,10 @@ def packed(items: Claims, arrays: Mapping[str, Any], name: str) -> tuple[Checkpo
         write_packed(store, packed_file(data, rank), parts, written.append)
         told += sum(written)
     assert told == sum(t.info.nbytes for t in tensors)
-    sidecar = sidecar_of([t.info for t in tensors], items, dealt, data)
+    infos, pieces = tuple(t.info for t in tensors), tuple(map(tuple, dealt))
+    plan = GlobalPlan(infos, (), tuple(tensors), tuple(map(tuple, items)), pieces, (0,) * len(items))
+    sidecar = sidecar_of(plan, data)
     doc = put_file(store, f"{data}/extents.safetensors", sidecar)
-    infos = [t.info for t in tensors]
     manifest = Manifest(
         id=new_id(),
         attempt=attempt.id,

@@ -34,7 +34,7 @@ from ucformat.torch.saving.manifest import (
     slowest,
     write_report,
 )
-from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import write_checkpoint
 
 if TYPE_CHECKING:
@@ -212,7 +212,11 @@ def save(
             listed = "plan" in group.cache
             if again and not group.rank:
                 assert told == 2 + listed  # nothing new is told
-        return None if group.rank else (group.cache["plan"][1] if listed else group.cache["described plan"][-1])
+        if group.rank:
+            return None
+        if "joint plan" in group.cache:
+            return group.cache["joint plan"][-1]
+        return group.cache["plan"][1] if listed else group.cache["described plan"][-1]
 
     return ranks.each(act)
 
@@ -236,9 +240,11 @@ def test_what_ranks_describe_opens_as_what_they_held(case: Any, batch: int, form
     report = ucformat.verify(store)
     assert report, report
     alone = [i for of_rank in held for i, d in of_rank if d is None and i.info.size]
-    listed = any([b.shape for b in i.boxes] != [i.info.shape] for i in alone)
-    assert bool(plan.tensors) == listed
-    assert (plan.described is not None) == (form == "packed" and not listed)
+    listed = {i.info.name for i in alone if [b.shape for b in i.boxes] != [i.info.shape]}
+    assert {t.info.name for t in plan.tensors} == listed
+    assert {i.name for i in plan.infos} == arrays.keys()
+    if form == "packed":
+        assert len(plan.described.rows if plan.described else ()) == len(arrays) - len(listed)
 
 
 def mesh_of_four() -> list[list[tuple[WriteItem, Distribution | None]]]:
@@ -301,8 +307,16 @@ def test_a_mesh_of_which_a_rank_is_missing_is_listed() -> None:
     held = mesh_of_four()
     held[3] = held[3][1:]
     plan, *_ = save(4, held, ARRAYS, f"memory://statements-{next(count)}")  # rank 1 has the same part
-    assert plan.described is None
-    assert {t.info.name for t in plan.tensors} == {"cut", "whole"}
+    assert [t.info.name for t in plan.tensors] == ["cut"]
+    assert [plan.infos[row.tensor].name for row in plan.described.rows] == ["whole"]
+
+
+def test_a_tensor_that_one_rank_cannot_describe_is_listed_by_all() -> None:
+    held = mesh_of_four()
+    held[2][0] = (held[2][0][0], None)
+    plan, *_ = save(4, held, ARRAYS, f"memory://statements-{next(count)}")
+    assert [t.info.name for t in plan.tensors] == ["cut"]
+    assert [plan.infos[row.tensor].name for row in plan.described.rows] == ["whole"]
 
 
 def test_boxes_that_do_not_follow_from_the_distribution_are_listed() -> None:

@@ -18,9 +18,9 @@ from ucformat.reading.readable import IntKey, Place
 from ucformat.schema.manifest import LineageDoc
 from ucformat.torch.comm.connections import Node
 from ucformat.torch.comm.wire import decode, encode
-from ucformat.torch.saving.assignment import Fragment, ShardBatch, ShardTask, Transfer, WriteItem
+from ucformat.torch.saving.assignment import Fragment, ShardBatch, ShardTask, Transfer, WriteItem, WritePlan
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
-from ucformat.torch.saving.plan import SaveOptions, WritePlan
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import Saved
 from ucformat.torch.saving.worker import (
     Command,

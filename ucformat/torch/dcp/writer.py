@@ -21,7 +21,7 @@ from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_group
 from ucformat.torch.dcp.items import LocalItems, PlainValues, RankItems, collect_items, join_values, local_items
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
-from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import write_checkpoint
 
 if TYPE_CHECKING:

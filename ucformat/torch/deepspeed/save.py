@@ -16,7 +16,7 @@ from ucformat.torch.deepspeed.engine import EngineParts, inspect_engine
 from ucformat.torch.deepspeed.parts import OptimizerTensor, optimizer_tensors, partition_of, partitions_of, shape_of
 from ucformat.torch.deepspeed.values import CLIENT, client_values, extra_states, plain_values
 from ucformat.torch.saving.manifest import SaveMetadata
-from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save_in_group
 from ucformat.torch.state.local import LocalShard, LocalState, local_of
 from ucformat.torch.state.memory import dtype_name, synchronize

@@ -20,7 +20,7 @@ from ucformat.torch.loading.load import load, load_local
 from ucformat.torch.loading.together import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
 from ucformat.torch.saving.manifest import SaveMetadata
-from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save_in_group, save_local
 from ucformat.torch.state.local import local_of, local_state
 from ucformat.torch.state.memory import torch_dtype

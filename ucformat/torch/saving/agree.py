@@ -69,7 +69,7 @@ def agree(
         arrays: whether tensors get folders, whose names may not differ only in case.
 
     Returns:
-        the answer of rank 0, which has an attempt unless ranks have to list their boxes; on rank 0 all descriptions.
+        the answer of rank 0, which has an attempt unless ranks have to list boxes; on rank 0 all descriptions.
 
     Raises:
         UsageError: a tensor's dtype or shape, or objects differ between ranks.
@@ -96,8 +96,9 @@ class _Joiner:
     def __init__(self) -> None:
         self._seen: dict[bytes, bytes] = {}
         self._offer: Offer | None = None
-        self._plan: tuple[Any, Exceptions | None] | None = None
+        self._plan: tuple[Any, Exceptions | tuple[Key, ...]] | None = None
         self._compared: tuple[Key, ...] = ()
+        self._listed: tuple[Key, ...] = ()
         self._begin: Callable[[], str] = str
         self._equal, self._arrays = True, False
         self.joined: Joined | None = None
@@ -113,6 +114,7 @@ class _Joiner:
     ) -> None:
         """Prepare for the offers of a save; see `agree`."""
         self._seen |= statement.encoded
+        self._listed = tuple(sorted(statement.listed))
         self._compared, self._begin, self._equal, self._arrays = compared, begin, equal, arrays
 
     def answer(self, offer: Offer) -> Question | Agreement | Addressed:
@@ -125,8 +127,10 @@ class _Joiner:
         """The answer to what all ranks have said since their offers."""
         offer = self._offer
         assert offer is not None  # noqa: S101 - it comes first
-        if not offer.complete or len(offer.options) > 1:
+        if not offer.unambiguous or len(offer.options) > 1:
             return Agreement()
+        if offer.undescribed:
+            return Agreement(listed=(*self._listed, *sorted(offer.undescribed)))
         self._seen |= {digest: zlib.decompress(data) for digest, data in more.sent.items()}
         first = {**offer.facts, **{digest: ranges[0][0] for digest, ranges in offer.stated.items()}}
         asked: dict[int, tuple[bytes, ...]] = {}
@@ -134,12 +138,13 @@ class _Joiner:
             asked[first[digest]] = (*asked.get(first[digest], ()), digest)
         if asked:
             return Addressed(Question(), {rank: Question(digests) for rank, digests in asked.items()})
-        key = (offer.stated, offer.facts, self._arrays)
+        key = (offer.stated, offer.facts, self._listed, self._arrays)
         if self._plan is None or self._plan[0] != key:
             self._plan = (key, self._join(offer))
         plan = self._plan[1]
-        differ = self._equal and (offer.balance or any(len(s) > 1 for s in (*offer.sums.values(), *more.sums.values())))
-        if plan is None or differ:
+        if isinstance(plan, tuple):
+            return Agreement(listed=(*self._listed, *plan))
+        if self._equal and (offer.balance or any(len(s) > 1 for s in (*offer.sums.values(), *more.sums.values()))):
             return Agreement()  # where boxes are listed, the error says what differs on which ranks
         if plan.compared and plan.compared != self._compared:
             self._compared = plan.compared
@@ -149,8 +154,8 @@ class _Joiner:
         providers = object_owners(objects, equal=self._equal)
         return Agreement(self._begin(), providers, None if plan == Exceptions() else plan)
 
-    def _join(self, offer: Offer) -> Exceptions | None:
-        """The exceptions; None if the descriptions do not fit each other."""
+    def _join(self, offer: Offer) -> Exceptions | tuple[Key, ...]:
+        """The exceptions; or the tensors whose descriptions do not fit each other."""
         stated = sorted(
             (
                 (ranges[0][0], digest, decode(self._seen[digest], Description))
@@ -163,10 +168,11 @@ class _Joiner:
         first: dict[Key, tuple[int, TensorInfo]] = {}
         left_out: dict[bytes, tuple[int, ...]] = {}
         several: set[Key] = set()
+        unfit: set[Key] = set()
         for rank, digest, description in stated:
             ranks = np.concatenate([np.arange(a, b) for a, b in offer.stated[digest]])
             if description.mesh is not None and not np.array_equal(np.sort(description.mesh.ranks, axis=None), ranks):
-                return None
+                unfit.update(row.info.key for row in description.rows)
             out = []
             for number, row in enumerate(description.rows):
                 other, info = first.setdefault(row.info.key, (rank, row.info))
@@ -181,10 +187,10 @@ class _Joiner:
                     out.append(number)
             if out:
                 left_out[digest] = tuple(out)
-        if any(key.name in tied for key in first):  # some ranks do not know that it is tied
-            return None
+        if unfit := unfit | {key for key in first if key.name in tied}:  # some ranks do not know that it is tied
+            return tuple(sorted(unfit))
         whole = {digest: offer.stated[digest] for _, digest, d in stated if d.mesh is None}
-        folders = array_folders(first) if self._arrays else {}
+        folders = array_folders((*first, *self._listed)) if self._arrays else {}
         folders = {key: folder for key, folder in folders.items() if folder != own_folder(key)}
         plan = Exceptions(tuple(sorted(several)), whole, left_out, folders)
         order: dict[bytes, tuple[int, ...]] = {}
@@ -211,7 +217,8 @@ def merge_offers(a: Offer, b: Offer) -> Offer:
         stated=_merged(a.stated, b.stated, _adjoined),
         facts={**b.facts, **a.facts},
         balance=(a.balance + b.balance) % HASHES,
-        complete=a.complete and b.complete,
+        unambiguous=a.unambiguous and b.unambiguous,
+        undescribed=a.undescribed | b.undescribed,
         sums=_merged(a.sums, b.sums, _distinct),
     )
 

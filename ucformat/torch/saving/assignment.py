@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ucformat.errors import CoverageError, UsageError
+from ucformat.format.chunking import Tiling
+from ucformat.format.described import ALIGNMENT
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ucformat.format.chunking import Grid
+    from ucformat.format.described import Described
 
 __all__ = [
     "Fragment",
+    "GlobalPlan",
     "GlobalTensor",
     "ShardBatch",
     "ShardTask",
     "Transfer",
     "WriteItem",
+    "WritePlan",
     "assign_pieces",
     "assign_shards",
     "merge_items",
+    "table_of",
 ]
 
 #: Small shards of one rank are batched up to this many bytes; each sender sends one message per batch.
@@ -99,6 +108,101 @@ class Transfer:
     to: int
     number: int
     fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalPlan:
+    """The plan of all ranks, kept on rank 0.
+
+    Attributes:
+        infos: all tensors, those that are described first.
+        paths: of each tensor, in the form of manifests.
+        tensors: those whose boxes were listed.
+        items: of each rank, likewise.
+        pieces: the (item, piece) of these that each rank writes, in the packed form.
+        begins: in the packed form, the bytes that precede them in each rank's file.
+        described: the described tensors, in the packed form.
+        table: all tensors as in the manifest; None if they are arrays.
+    """
+
+    infos: tuple[TensorInfo, ...]
+    paths: tuple[tuple[tuple[str | int, ...], ...], ...]
+    tensors: tuple[GlobalTensor, ...] = ()
+    items: tuple[tuple[WriteItem, ...], ...] = ()
+    pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
+    begins: tuple[int, ...] = ()
+    described: Described | None = None
+    table: TensorTable | None = None
+
+
+@message
+class WritePlan:
+    """The part of one rank.
+
+    Attributes:
+        infos: in the Zarr form, the tensors to which batches and messages refer by number: those of the rank's items,
+            if tensors were described, then all that were listed.
+        pieces: in the packed form, the (item, piece) that the rank writes.
+        batches: in the Zarr form, what it writes.
+        messages: in the Zarr form, what it sends.
+        folders: of the arrays, if tensors were described.
+    """
+
+    infos: tuple[TensorInfo, ...] = ()
+    pieces: tuple[tuple[int, int], ...] = ()
+    batches: tuple[ShardBatch, ...] = ()
+    messages: tuple[Transfer, ...] = ()
+    folders: Mapping[Key, str] | None = None
+
+    def nbytes(self, items: Sequence[WriteItem]) -> int:
+        """Return the bytes of the rank's file in the packed form.
+
+        Args:
+            items: of the rank.
+        """
+        end = 0
+        for number, piece in self.pieces:
+            info = items[number].info
+            end += -end % ALIGNMENT + Tiling.of(info.shape, info.itemsize).nbytes(items[number].boxes[piece])
+        return end
+
+    def followed_by(
+        self, listed: WritePlan, numbers: Sequence[int], rank: int, folder: Callable[[Key], str]
+    ) -> WritePlan:
+        """Return this part, which follows from descriptions, and after it one that was dealt from lists.
+
+        Args:
+            listed: the other part.
+            numbers: of the rank's items to which it refers.
+            rank: the rank.
+            folder: returns the folder of an array.
+        """
+        before = len(self.infos)
+
+        def own(f: Fragment) -> Fragment:
+            item, piece = (numbers[f.item], f.piece) if f.sender == rank else (-1, -1)
+            return Fragment(f.sender, before + f.tensor, item, piece, f.box)
+
+        def batch(b: ShardBatch) -> ShardBatch:
+            return ShardBatch(tuple(ShardTask(before + s.tensor, s.at, tuple(map(own, s.fragments))) for s in b.shards))
+
+        return WritePlan(
+            (*self.infos, *listed.infos),
+            (*self.pieces, *((numbers[item], piece) for item, piece in listed.pieces)),
+            (*self.batches, *map(batch, listed.batches)),
+            (*self.messages, *(Transfer(m.to, m.number, tuple(map(own, m.fragments))) for m in listed.messages)),
+            None if self.folders is None else {**self.folders, **{i.key: folder(i.key) for i in listed.infos}},
+        )
+
+
+def table_of(infos: Sequence[TensorInfo], paths: Sequence[tuple[tuple[str | int, ...], ...]]) -> TensorTable:
+    """Return the tensors of a packed checkpoint as in the manifest.
+
+    Args:
+        infos: the tensors.
+        paths: of each tensor, in the form of manifests.
+    """
+    return TensorTable.of(TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in zip(infos, paths, strict=True))
 
 
 def merge_items(items: Sequence[Sequence[WriteItem]]) -> list[GlobalTensor]:

@@ -12,7 +12,7 @@ from ucformat.torch.comm.group import TIMEOUT, group_for_call, is_live
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.background import BackgroundWriter, close_writer, writers
 from ucformat.torch.saving.manifest import SaveMetadata
-from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.state.local import local_state
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from ucformat.torch.saving.worker import (
 if TYPE_CHECKING:
     from ucformat.torch.comm.group import Group
     from ucformat.torch.comm.links import Links
-    from ucformat.torch.saving.plan import SaveOptions
+    from ucformat.torch.saving.options import SaveOptions
     from ucformat.torch.state.local import LocalState
 
 __all__ = ["BackgroundWriter", "SaveHandle", "close_writer", "set_outcome", "wait_until_done", "writers"]

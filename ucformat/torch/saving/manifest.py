@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
     from ucformat.storage.base import Store
-    from ucformat.torch.saving.plan import GlobalPlan, SaveOptions
+    from ucformat.torch.saving.assignment import GlobalPlan
+    from ucformat.torch.saving.options import SaveOptions
     from ucformat.torch.state.local import LocalState
 
 __all__ = [
@@ -236,7 +237,7 @@ def manifest_of(
     """
     data, sidecar, grid = f"data/{attempt.id}", None, None
     if options.form == "packed":
-        encoded = sidecar_of(plan.infos, plan.items, plan.pieces, data, plan.described)
+        encoded = sidecar_of(plan, data)
         doc = put_file(store, f"{data}/extents.safetensors", encoded)
         sidecar = SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=doc.digest)
         tensors = plan.table or TensorTable.of(())

@@ -23,7 +23,8 @@ from ucformat.torch.saving.manifest import (
     state_info,
     write_report,
 )
-from ucformat.torch.saving.plan import Held, SaveOptions, plan_save
+from ucformat.torch.saving.options import SaveOptions
+from ucformat.torch.saving.plan import Held, plan_save
 from ucformat.torch.saving.write import Leaves, write_packed, write_shards
 from ucformat.torch.state.elements import elements_of, elements_within, host_memory
 
@@ -100,7 +101,7 @@ def write_checkpoint(
     arrays: list[Array] = []  # all of the checkpoint, on rank 0
     try:
         if plan is not None and options.form == "zarr":
-            arrays = plan.arrays(assignment.attempt, options)
+            arrays = options.arrays(plan.infos, assignment.attempt)
         leaves, nbytes = _write(state, options, assignment, store, group, elements, progress, threads, arrays)
         now = time.monotonic()
         objects = {k: state.objects[k] for k in assignment.object_names}

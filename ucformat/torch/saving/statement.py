@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ucformat.format.arrays import own_folder
 from ucformat.format.described import file_order
 from ucformat.format.distribution import Distribution, RankMesh
 from ucformat.geometry.tensor import Key, TensorInfo
@@ -101,21 +102,31 @@ class Exceptions:
     left_out: Mapping[bytes, tuple[int, ...]] = field(default_factory=dict)
     folders: Mapping[Key, str] = field(default_factory=dict)
 
+    def folder(self, key: Key) -> str:
+        """Return the folder of an array, below the attempt's `data` folder.
+
+        Args:
+            key: of the tensor.
+        """
+        return self.folders.get(key) or own_folder(key)
+
 
 @message
 class Agreement:
     """What rank 0 answers to all ranks at last.
 
     Attributes:
-        attempt: the name of the attempt; None if the descriptions are incomplete or do not fit each other. Then all
-            ranks list their boxes.
+        attempt: what `begin` has returned; None if ranks have to list boxes: those of `listed`, and describe the other
+            tensors again; without `listed`, those of all tensors.
         providers: the rank that provides each object.
         exceptions: None if there are none.
+        listed: tensors that some rank cannot describe, or whose descriptions do not fit each other.
     """
 
     attempt: str | None = None
     providers: Mapping[str, int] = field(default_factory=dict)
     exceptions: Exceptions | None = None
+    listed: tuple[Key, ...] = ()
 
 
 @message
@@ -143,7 +154,8 @@ class Offer:
         stated: the ranks that state a description, by its digest.
         facts: the first rank that states these facts, by their digest.
         balance: a sum over ranks, which is 0 over all ranks of a mesh if its replicas have equal checksums.
-        complete: whether they have described all that they hold.
+        unambiguous: whether no rank holds two tensors of one name and state.
+        undescribed: tensors that some of them can only list.
         sums: checksums of what is to be equal, by a label of it.
     """
 
@@ -151,7 +163,8 @@ class Offer:
     stated: Mapping[bytes, Ranges]
     facts: Mapping[bytes, int]
     balance: int
-    complete: bool
+    unambiguous: bool
+    undescribed: frozenset[Key]
     sums: Mapping[bytes, Sums]
 
 
@@ -167,26 +180,35 @@ class WrittenRow(NamedTuple):
 class Statement:
     """What one rank states: a description for each mesh, and one for whole tensors.
 
-    A distribution is stated only if its boxes on this rank are those of the item. If a tensor cannot be described, the
-    statement is incomplete.
+    A distribution is stated only if its boxes on this rank are those of the item.
 
     Args:
         rank: the rank.
         items: what it holds.
         distributions: of each item; None if it is not known.
         facts: of the rank.
+        listed: tensors whose boxes all ranks list, so they are not stated.
     """
 
     @gc_paused()
     def __init__(
-        self, rank: int, items: Sequence[WriteItem], distributions: Sequence[Distribution | None], facts: Facts
+        self,
+        rank: int,
+        items: Sequence[WriteItem],
+        distributions: Sequence[Distribution | None],
+        facts: Facts,
+        listed: frozenset[Key] = frozenset(),
     ) -> None:
         self.rank, self.items, self.facts, self._distributions = rank, items, facts, list(distributions)
-        self.complete = len({item.info.key for item in items}) == len(items)  # else merging of boxes reports it
+        self.listed = listed
+        self.unambiguous = len({item.info.key for item in items}) == len(items)  # else merging of boxes reports it
+        self.undescribed: set[Key] = set()
         self.coordinates: dict[RankMesh, tuple[int, ...] | None] = {}
         rows: dict[RankMesh | None, list[tuple[int, Row]]] = {}
         known: dict[RankMesh | None, dict[Distribution, int]] = {None: {}}
         for number, (item, d) in enumerate(zip(items, distributions, strict=True)):
+            if listed and item.info.key in listed:
+                continue
             if d is not None and self._holds(item, d):
                 of_mesh = known.setdefault(d.mesh, {})
                 at = of_mesh.setdefault(d, len(of_mesh))
@@ -194,7 +216,7 @@ class Statement:
             elif not item.info.size or [b.shape for b in item.boxes] == [item.info.shape]:
                 rows.setdefault(None, []).append((number, Row(item.info, -1, item.paths)))
             else:
-                self.complete = False
+                self.undescribed.add(item.info.key)
         self.descriptions: dict[bytes, Description] = {}
         self.encoded: dict[bytes, bytes] = {}
         self.order: dict[bytes, tuple[int, ...]] = {}
@@ -210,15 +232,22 @@ class Statement:
             for d, numbers in _replicated(description)
         ]
 
-    def is_of(self, items: Sequence[WriteItem], distributions: Sequence[Distribution | None], facts: Facts) -> bool:
+    def is_of(
+        self,
+        items: Sequence[WriteItem],
+        distributions: Sequence[Distribution | None],
+        facts: Facts,
+        listed: frozenset[Key] = frozenset(),
+    ) -> bool:
         """Whether another statement with these arguments would be equal.
 
         Args:
             items: as for a new one.
             distributions: as for a new one.
             facts: as for a new one.
+            listed: as for a new one.
         """
-        return self.facts == facts and self._distributions == list(distributions) and self.items == items
+        return (self.facts, self.listed, self._distributions, self.items) == (facts, listed, [*distributions], items)
 
     def _keep(self, data: bytes) -> bytes:
         digest = _digest(data)
@@ -246,11 +275,12 @@ class Statement:
             if d.mesh is None
         }
         return Offer(
-            options={_digest(repr((options, compared)).encode(errors="surrogatepass")): self.rank},
+            options={_digest(repr((options, compared, sorted(self.listed))).encode(errors="surrogatepass")): self.rank},
             stated=dict.fromkeys(self.descriptions, ((self.rank, self.rank + 1),)),
             facts={self._facts: self.rank},
             balance=self._balance(sums),
-            complete=self.complete,
+            unambiguous=self.unambiguous,
+            undescribed=frozenset(self.undescribed),
             sums={**found, **self.more(Question((), compared), sums).sums},
         )
 

@@ -28,7 +28,7 @@ from ucformat.torch.comm.links import Links
 from ucformat.torch.comm.tree import listen_at
 from ucformat.torch.comm.wire import decode, encode, message
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
-from ucformat.torch.saving.plan import SaveOptions
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import Saved, write_checkpoint
 from ucformat.torch.state.elements import Slots, map_shared
 

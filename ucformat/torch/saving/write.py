@@ -37,13 +37,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.format.arrays import Array
-    from ucformat.format.described import Described
     from ucformat.format.sidecar import Column
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.assignment import Fragment, ShardBatch, ShardTask, Transfer, WriteItem
+    from ucformat.torch.saving.assignment import Fragment, GlobalPlan, ShardBatch, ShardTask, Transfer
     from ucformat.torch.state.elements import Elements, Memory
 
 __all__ = ["Leaves", "sidecar_of", "write_packed", "write_shards"]
@@ -103,36 +102,29 @@ def write_packed(
         out.write(band[:used].data)
 
 
-def sidecar_of(
-    infos: Sequence[TensorInfo],
-    items: Sequence[Sequence[WriteItem]],
-    assigned: Sequence[Sequence[tuple[int, int]]],
-    folder: str,
-    described: Described | None = None,
-) -> bytes:
+def sidecar_of(plan: GlobalPlan, folder: str) -> bytes:
     """Return the encoded sidecar of the packed form.
 
     Args:
-        infos: the tensors of the checkpoint.
-        items: of each rank, if their boxes were listed.
-        assigned: the (item, piece) that each rank wrote, in order.
+        plan: of all ranks.
         folder: the `data` folder of the attempt.
-        described: all tensors, if they were described.
     """
-    if described is not None:
-        nothing = np.zeros(0, np.int64)
-        return encode_columns(Columns(*[nothing] * 9), [], described.in_folder(folder))
-    number = {info.key: n for n, info in enumerate(infos)}
-    tilings = [Tiling.of(info.shape, info.itemsize) for info in infos]
+    described = plan.described and plan.described.in_folder(folder)
+    have_files = set(described.ranks if described else ())
+    number = {tensor.info.key: n for n, tensor in enumerate(plan.tensors, len(plan.infos) - len(plan.tensors))}
+    tilings = {n: Tiling.of(plan.infos[n].shape, plan.infos[n].itemsize) for n in number.values()}
     found: list[tuple[int, int, int, Box]] = []  # tensor, file, offset, box
-    for rank, mine in enumerate(assigned):
-        end = 0
+    files: list[str] = []
+    for rank, (mine, items, end) in enumerate(zip(plan.pieces, plan.items, plan.begins, strict=True)):
+        if not mine and rank in have_files:
+            continue
         for item, piece in mine:
-            tensor, box = number[items[rank][item].info.key], items[rank][item].boxes[piece]
-            end += -end % ALIGNMENT
+            tensor, box = number[items[item].info.key], items[item].boxes[piece]
+            end += -end % ALIGNMENT  # noqa: PLW2901 - of this file
             if box.size:
-                found.append((tensor, rank, end, box))
-            end += tilings[tensor].nbytes(box)
+                found.append((tensor, len(files), end, box))
+            end += tilings[tensor].nbytes(box)  # noqa: PLW2901
+        files.append(packed_file(folder, rank))
     found.sort(key=lambda f: (f[0], f[3].start))
     stored = [(box, tilings[n].itemsize, tilings[n].tile, tilings[n].count(box) == 1) for n, _, _, box in found]
     single = np.array([s for *_, s in stored], np.bool_)  # one block, recorded without tiles
@@ -157,7 +149,7 @@ def sidecar_of(
         ),
         tile=joined((0,) * len(tile) if whole else tile for _, _, tile, whole in stored),
     )
-    return encode_columns(columns, [packed_file(folder, r) for r in range(len(assigned))])
+    return encode_columns(columns, files, described)
 
 
 #: The tensor, index of the shard in the grid, digests of its chunks.

@@ -1,0 +1,58 @@
+"""Where and how a checkpoint is written: the arguments of `save` that must be the same on all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from ucformat.errors import UsageError
+from ucformat.format.arrays import lay_out
+from ucformat.torch.comm.wire import message
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucformat.format.arrays import Array
+    from ucformat.geometry.tensor import Key, TensorInfo
+
+__all__ = ["Form", "SaveOptions"]
+
+Form = Literal["zarr", "packed"]
+
+
+@message
+class SaveOptions:
+    """Where and how a checkpoint is written: the arguments of `save` that must be the same on all ranks.
+
+    Raises:
+        UsageError: an argument has a value that `save` does not take.
+    """
+
+    url: str
+    form: Form = "zarr"
+    overwrite: bool = False
+    replicas: Literal["equal", "first"] = "equal"
+    chunk_bytes: int | None = None
+    shard_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("form", ("zarr", "packed")), ("replicas", ("equal", "first"))):
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} is not supported", hint=f'"{known[0]}" or "{known[1]}"'
+                )
+        for name in ("chunk_bytes", "shard_bytes"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise UsageError(f"{name} must be at least 1, not {given}")
+
+    def arrays(
+        self, infos: Sequence[TensorInfo], attempt: str, folders: Mapping[Key, str] | None = None
+    ) -> list[Array]:
+        """Return the arrays of tensors in the Zarr form.
+
+        Args:
+            infos: the tensors.
+            attempt: under which they are written.
+            folders: of the arrays, if these are not all tensors of the checkpoint.
+        """
+        return lay_out(infos, f"data/{attempt}", self.chunk_bytes, self.shard_bytes, folders)
