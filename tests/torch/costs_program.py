@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import ucformat
 from tests.torch.faults_program import error_of, sharded
 from ucformat.torch import PerRank, Rng, load, save
 from ucformat.torch.comm import links
@@ -226,3 +227,18 @@ def load_per_rank(folder: Path) -> Any:
     value = state["at"].value
     drawn = torch.rand(2).tolist()
     return seen, untouched, {**value, "t": value["t"].tolist()}, drawn, state["n"]
+
+
+def some_ranks(folder: Path, form: str) -> Any:
+    """How many tensors are described where every second rank saves, some of them over a mesh of all ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(list(range(first, size, 2))) for first in (0, 1)]
+    meshes = [DeviceMesh("cpu", list(range(first, size, 2))) for first in (0, 1)]
+    whole = torch.arange(24.0).reshape(12, 2)
+    parity = rank % 2
+    parts = whole.chunk(size // 2)
+    mine = DTensor.from_local(parts[rank // 2].clone(), meshes[parity], [Shard(0)], run_check=False)
+    save({"mine": mine, "same": whole}, folder / f"{parity}", form=form, group=groups[parity])  # type: ignore[arg-type]
+    statement = group_of(groups[parity]).cache["statement"][1]
+    ck = ucformat.open(folder / f"{parity}")
+    return sorted(map(str, statement.undescribed | statement.listed)), ck["mine"].read().tolist() == whole.tolist()

@@ -111,3 +111,10 @@ def test_what_each_rank_has_for_itself(ranks: Ranks, tmp_path: Path, now: int) -
     torch.manual_seed(77)
     assert tuple(torch.rand(2).tolist()) not in rest
     assert len(set(rest)) == len(rest)
+
+
+@pytest.mark.parametrize("form", ["zarr", "packed"])
+def test_ranks_of_a_group_describe_what_they_hold(ranks: Ranks, tmp_path: Path, form: str) -> None:
+    for listed, equal in ranks.run("some_ranks", 4, tmp_path, form=form):
+        assert listed == []
+        assert equal

@@ -111,6 +111,7 @@ class Connections:
         self.place = place
         self.rank, self.size, self.parent, self.children = place
         self.timeout, self.store = timeout, store
+        self.members: tuple[int, ...] | None = None  # see `Group`
         self.intact = True
         self.broken: UcformatError | None = None  # the first failure
         self.breaking = threading.Lock()

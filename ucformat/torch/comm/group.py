@@ -74,6 +74,11 @@ class Group:
         return self
 
     @property
+    def members(self) -> tuple[int, ...] | None:
+        """The rank of each member among all ranks of the job; None if these are the same numbers."""
+        return self.links.members
+
+    @property
     def intact(self) -> bool:
         """Whether no connection is broken."""
         return self.links.intact
@@ -364,6 +369,7 @@ def _make(store: dist.Store, ranks: tuple[int, ...], timeout: float) -> Group:
     count = store.add(f"{name}/count/{rank}", 1) if len(ranks) > 1 else 1
     links = connect_by_store(dist.PrefixStore(f"{name}/{count}", store), rank, len(ranks), timeout)
     links.store = store  # without the prefix, to be compared
+    links.members = None if ranks == tuple(range(len(ranks))) else ranks
     return Group(links)
 
 

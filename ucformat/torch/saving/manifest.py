@@ -14,7 +14,7 @@ from ucformat._version import __version__
 from ucformat.format.arrays import array_doc, grid_doc, put_file
 from ucformat.format.commit import new_id
 from ucformat.format.digest import bytes_digest
-from ucformat.format.distribution import Distribution
+from ucformat.format.distribution import Distribution, RankMesh
 from ucformat.format.objects import put_objects
 from ucformat.format.universal import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
@@ -120,18 +120,30 @@ class StateInfo:
 
 @gc_paused()
 def state_info(
-    state: LocalState, tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...] | None = None, stall: float = 0.0
+    state: LocalState,
+    members: Sequence[int] | None = None,
+    tensors: tuple[tuple[TensorInfo, tuple[Piece, ...]], ...] | None = None,
+    stall: float = 0.0,
 ) -> StateInfo:
     """Return a local state without its memory.
 
     Args:
         state: of this rank.
+        members: the rank among all ranks of each rank that takes part (None: all take part).
         tensors: the tensors with the pieces that describe them in another memory (None: in the memory of the state).
         stall: seconds for which training was blocked.
     """
     numbers: dict[Distribution | None, int] = {None: -1}
     for t in state.tensors:
         numbers.setdefault(t.distribution, len(numbers) - 1)
+    distributions = tuple(d for d in numbers if d is not None)
+    if members is not None:
+        number_of = {rank: number for number, rank in enumerate(members)}
+        meshes = {mesh: _numbered(mesh, number_of) for mesh in {d.mesh for d in distributions}}
+        known = [None if (mesh := meshes[d.mesh]) is None else replace(d, mesh=mesh) for d in distributions]
+        distributions = tuple(d for d in known if d is not None)
+        order: dict[Distribution | None, int] = {d: n for n, d in enumerate(distributions)}
+        numbers = {old: order.get(new, -1) for old, new in zip(numbers, [None, *known], strict=True)}
     return StateInfo(
         tensors=tuple((t.info, t.pieces) for t in state.tensors) if tensors is None else tensors,
         objects=state.objects,
@@ -143,9 +155,15 @@ def state_info(
         paths=state.paths,
         places=state.places,
         stall=stall,
-        distributions=tuple(d for d in numbers if d is not None),
+        distributions=distributions,
         distributed=tuple(numbers[t.distribution] for t in state.tensors),
     )
+
+
+def _numbered(mesh: RankMesh, number_of: Mapping[int, int]) -> RankMesh | None:
+    """The mesh with other numbers of its ranks; None if one of them has none."""
+    numbers = [number_of.get(rank, -1) for rank in mesh.ranks.reshape(-1).tolist()]
+    return None if -1 in numbers else RankMesh.of(mesh.sizes, numbers)
 
 
 @message
