@@ -155,10 +155,11 @@ class Described:
     ) -> None:
         self.rows, self.infos, self.folder = tuple(rows), infos, folder
         self.encoded: list[tuple[DescribedDoc, dict[str, bytes]]] = []  # by `sidecar`; copies in other folders share it
-        self._row = {r.tensor: n for n, r in enumerate(self.rows)}
+        self._row = dict(zip(map(itemgetter(0), self.rows), range(len(self.rows)), strict=True))
         if len(self._row) < len(self.rows):
             raise LayoutError("a tensor is described twice")
-        held = [m.ranks.reshape(-1) for m in {r.distribution.mesh for r in self.rows}]
+        distinct = {id(d): d for d in map(itemgetter(1), self.rows)}.values()  # to hash each is slower
+        held = [m.ranks.reshape(-1) for m in {d.mesh for d in distinct}]
         #: The ranks that have files, ascending.
         self.ranks: list[int] = np.unique(np.concatenate([np.empty(0, np.int64), *held])).tolist()
         self._ends = np.zeros(max(self.ranks, default=-1) + 1, np.int64)  # of the files, without flat buffers
@@ -369,15 +370,18 @@ def decode_rows(doc: DescribedDoc, columns: Mapping[str, NDArray[np.int64]], ten
     ]
     rows, kinds, tiles, end = [], [], columns[DESCRIBED_TILE].tolist(), 0
     of_kind = [(k.shape, ITEMSIZE[k.dtype]) for k in tensors.kinds]
+    last: tuple[Any, ...] = ()  # rows of a group follow each other; most of 200,000 are of a few groups
     for tensor, number, writer, position in zip(*(columns[name].tolist() for name in COLUMNS), strict=True):
-        if not 0 <= number < len(known):
-            raise LayoutError("a tensor has a distribution that is not listed")
-        d = known[number]
         shape, itemsize = of_kind[tensors.kind[tensor]]
         begin, end = end, end + len(shape)
         tile = tuple(tiles[begin:end])
+        if last != (number, shape, itemsize, tile):
+            if not 0 <= number < len(known):
+                raise LayoutError("a tensor has a distribution that is not listed")
+            last, d = (number, shape, itemsize, tile), known[number]
+            kind = _kind(d, shape, itemsize, tile)
         rows.append(DescribedRow(tensor, replace(d, position=position) if position else d, writer, tile))
-        kinds.append(_kind(d, shape, itemsize, tile))  # a TensorInfo for each of 200,000 rows would take as long again
+        kinds.append(kind)
     return Described(rows, StoredTensors(tensors), doc.folder, kinds)
 
 
