@@ -111,7 +111,7 @@ class Connections:
         self.place = place
         self.rank, self.size, self.parent, self.children = place
         self.timeout, self.store = timeout, store
-        self.members: tuple[int, ...] | None = None  # see `Group`
+        self.members: tuple[int, ...] | None = None  # their ranks in the job; None if these are the same numbers
         self.intact = True
         self.broken: UcformatError | None = None  # the first failure
         self.breaking = threading.Lock()

@@ -74,11 +74,6 @@ class Group:
         return self
 
     @property
-    def members(self) -> tuple[int, ...] | None:
-        """The rank of each member among all ranks of the job; None if these are the same numbers."""
-        return self.links.members
-
-    @property
     def intact(self) -> bool:
         """Whether no connection is broken."""
         return self.links.intact

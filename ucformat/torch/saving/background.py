@@ -207,7 +207,7 @@ class BackgroundWriter:
                 self._handles[self._count] = (handle, number)
                 tensors, slots = stage(state, self._buffers[number], self._pool)
                 handle.stall = time.monotonic() - begun
-                info = state_info(state, self.group.members, tensors, handle.stall)
+                info = state_info(state, self.group.links.members, tensors, handle.stall)
                 resolved = replace(options, url=_absolute(options.url))  # the process may have another working folder
                 job = encode(SaveJob(self._count, number, info, slots, resolved, metadata), Command)
             except Exception as error:  # noqa: BLE001 - raised on all ranks

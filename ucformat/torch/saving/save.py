@@ -290,4 +290,4 @@ def save_in_group(state: LocalState, options: SaveOptions, metadata: SaveMetadat
 
     with ranks.sharing_errors():
         memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
-    return write_checkpoint(state_info(state, ranks.members), memories, options, metadata, ranks)
+    return write_checkpoint(state_info(state, ranks.links.members), memories, options, metadata, ranks)
