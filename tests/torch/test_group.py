@@ -16,23 +16,24 @@ import torch.distributed as dist
 
 from tests.patience import PATIENCE
 from ucformat.errors import Conflict, UcformatError
-from ucformat.torch.comm import connections, links
+from ucformat.torch.comm import connections, links, tree
 from ucformat.torch.comm.group import Group, group_of, single_process_group
-from ucformat.torch.comm.tree import connect_by_store
+from ucformat.torch.comm.tree import Host, connect_by_store
 from ucformat.torch.state.elements import SharedMemory, write_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ucformat.torch.comm.links import Links
     from ucformat.torch.state.elements import SharedRange
 
 
-def together(size: int, act: Callable[[Group], Any]) -> list[Any]:
+def together(size: int, act: Callable[[Group], Any], connect: Callable[..., Links] = connect_by_store) -> list[Any]:
     """What each rank's act gives, or the error it raises."""
     store = dist.HashStore()
 
     def rank(number: int) -> Any:
-        group = Group(connect_by_store(dist.PrefixStore("test", store), number, size, PATIENCE))
+        group = Group(connect(dist.PrefixStore("test", store), number, size, PATIENCE))
         try:
             return act(group)
         except Exception as error:  # noqa: BLE001 - the tests look at it
@@ -127,6 +128,30 @@ def test_bulk_data_of_another_size_is_an_error() -> None:
 
     found = together(2, act)
     assert "it sent 4 bytes, expected 5" in found[0].message
+
+
+def test_ranks_of_a_host_meet_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep their numbers, and do not wait for those of the other host."""
+    here = threading.local()
+
+    def connect(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
+        here.rank = rank
+        return connect_by_store(store, rank, size, timeout)
+
+    def act(group: Group) -> Any:
+        alone = group.on_host()
+        joined = [alone.combine([group.rank], lambda a, b: a + b, list[int]) for _ in range(1 + (group.rank > 1))]
+        answer = alone.gather_scatter(group.rank, lambda values: [10 * v for v in values], int, int)
+        with pytest.raises(Conflict) as seen:
+            alone.combine(Conflict("taken") if group.rank in (1, 3, 4) else None)
+        return joined[-1], alone.size, answer, seen.value.message, group.combine(group.rank, max, int)
+
+    monkeypatch.setattr(tree, "host_here", lambda _: Host("ab"[here.rank > 1], "127.0.0.1"))
+    found = together(6, act, connect)
+    a, b = ([0, 1], 2), ([2, 3, 4, 5], 4)
+    first, second = ("rank 1: taken", 5), ("rank 3: taken", 5)
+    assert found[:2] == [(*a, 10 * rank, *first) for rank in range(2)]
+    assert found[2:] == [(*b, 10 * rank, *second) for rank in range(2, 6)]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -16,7 +16,8 @@ from tests.forkserver import run as forked
 from tests.patience import PATIENCE
 from tests.torch.many_ranks import LAYOUTS, whole
 from tests.torch.running import MODULES, environment
-from ucformat.torch.comm.tree import FAN_OUT, parents_of
+from ucformat.torch.comm.connections import Node
+from ucformat.torch.comm.tree import FAN_OUT, parents_of, ranks_of_hosts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,5 +133,21 @@ def test_hosts_come_first_in_the_tree(hosts: list[int]) -> None:
     assert order == list(range(len(of)))  # so that values are merged in the order of ranks
 
 
+@pytest.mark.parametrize("hosts", [[1] * 9, [8] * 64, [64] * 4, [300], [3, 1, 20, 8]])
+def test_the_ranks_of_a_host_are_a_part_of_the_tree(hosts: list[int]) -> None:
+    of = [f"host {h}" for h, count in enumerate(hosts) for _ in range(count)]
+    parents = parents_of(of)
+    for run in ranks_of_hosts(of):
+        for rank in run:
+            children = tuple(r for r, parent in enumerate(parents) if parent == rank)
+            place = Node(rank, len(of), parents[rank], children, (run.start, run.stop)).on_host()
+            assert place.size == len(run)
+            assert (place.parent < 0) == (rank == run.start)
+            assert place.parent < 0 or place.parent in run
+            assert set(place.children) == set(children) & set(run)
+    assert [run.stop - run.start for run in ranks_of_hosts(of)] == hosts
+
+
 def test_hosts_that_alternate_are_ignored_in_the_tree() -> None:
     assert parents_of(["a", "b"] * 5) == parents_of(["a"] * 10)
+    assert ranks_of_hosts(["a", "b"] * 5) == []

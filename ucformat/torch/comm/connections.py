@@ -67,12 +67,23 @@ class Lost(Exception):
 
 
 class Node(NamedTuple):
-    """The place of a rank in the tree over the ranks of a group; the parent of rank 0 is -1."""
+    """The place of a rank in the tree over the ranks of a group.
+
+    The root, the lowest of `size` consecutive ranks, has the parent -1. `host` are the first rank of its host and the
+    one after the last; both are 0 if the tree ignores hosts.
+    """
 
     rank: int
     size: int
     parent: int
     children: tuple[int, ...]
+    host: tuple[int, int] = (0, 0)
+
+    def on_host(self) -> Node:
+        """Return the place in the part of the tree that consists of the ranks of this host; if not known, of one."""
+        here = range(*self.host) or range(self.rank, self.rank + 1)
+        parent = self.parent if self.parent in here else -1
+        return Node(self.rank, len(here), parent, tuple(c for c in self.children if c in here), self.host)
 
 
 class Line:
@@ -109,7 +120,7 @@ class Connections:
         store: dist.Store | None = None,
     ) -> None:
         self.place = place
-        self.rank, self.size, self.parent, self.children = place
+        self.rank, self.size, self.parent, self.children = place[:4]
         self.timeout, self.store = timeout, store
         self.members: tuple[int, ...] | None = None  # their ranks in the job; None if these are the same numbers
         self.intact = True

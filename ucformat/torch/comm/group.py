@@ -54,19 +54,19 @@ os.register_at_fork(after_in_child=_groups.clear)
 
 
 class Group:
-    """A group of ranks, numbered from 0, or one channel of it.
+    """A group of ranks, numbered from 0, or one channel of it, or the ranks of one host, whose lowest acts as rank 0.
 
     Only one thread may use a channel at a time, except that a second one may send while the first receives. Each
     message carries `call`, the name of the function that communicates: if ranks are in different calls, all raise.
     """
 
     def __init__(self, links: Links) -> None:
-        self._set_up(links, "", 0, {})
+        self._set_up(links, links.place, "", 0, {})
 
-    def _set_up(self, links: Links, call: str, number: int, channels: dict[str, Group]) -> Group:
-        self.links, self.call, self._number = links, call, number
+    def _set_up(self, links: Links, place: Node, call: str, number: int, channels: dict[str, Group]) -> Group:
+        self.links, self._place, self.call, self._number = links, place, call, number
         self._channels = channels  # by name; shared by all channels of these connections
-        self.rank, self.size, self.timeout = links.rank, links.size, links.timeout
+        self.rank, self.size, self.timeout = place.rank, place.size, links.timeout
         self.cache = links.cache  # what callers keep from one call to the next, as long as the connections exist
         self._turn = threading.Lock()
         self._users, self._counting = 0, threading.Lock()
@@ -88,7 +88,12 @@ class Group:
         Args:
             call: the name of the function that communicates.
         """
-        return Group.__new__(Group)._set_up(self.links, call, self._number, self._channels)  # noqa: SLF001 - own class
+        return Group.__new__(Group)._set_up(self.links, self._place, call, self._number, self._channels)  # noqa: SLF001 - own class
+
+    def on_host(self) -> Group:
+        """Return this channel for collectives of the ranks of this host alone, which keep their numbers."""
+        place = self._place.on_host()
+        return Group.__new__(Group)._set_up(self.links, place, self.call, self._number, self._channels)  # noqa: SLF001 - own class
 
     def channel(self, call: str, name: str) -> Group:
         """Return the channel of a name, which is created on first use.
@@ -102,7 +107,7 @@ class Group:
         with self.links.opening:
             if name not in self._channels:
                 number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:_CHANNEL_BYTES], "little") + 1
-                made = Group.__new__(Group)._set_up(self.links, call, number, self._channels)  # noqa: SLF001 - own class
+                made = Group.__new__(Group)._set_up(self.links, self._place, call, number, self._channels)  # noqa: SLF001 - own class
                 self._channels[name] = made
             return self._channels[name]
 
@@ -171,13 +176,13 @@ class Group:
             kind: the type of the values, an annotation that `ucformat.torch.comm.wire` supports.
             answer_kind: the type of the answers.
         """
-        mine = self._own(value)
-        if self.rank and not mine.failed:
+        mine, parent = self._own(value), self._place.parent
+        if parent >= 0 and not mine.failed:
             mine = self._encoded(value, kind)
         bundles = self._bundles()
-        if self.rank:
+        if parent >= 0:
             parts = [*pack([mine]), *(memoryview(b) for b in bundles)]
-            self.links.send(self.links.parent, 2 * self._number, parts)
+            self.links.send(parent, 2 * self._number, parts)
             return self._answered(answer_kind)
 
         def answer() -> Sequence[Any]:
@@ -211,16 +216,16 @@ class Group:
             result = merged(self._checked(mine, bundles))
             told = then(result) if then else result
             told = told if isinstance(told, Addressed) else Addressed(told, {})
-            return [told.others.get(rank, told.common) for rank in range(self.size)]
+            return [told.others.get(self.rank + n, told.common) for n in range(self.size)]
 
-        if not self.rank:
+        if self._place.parent < 0:
             return self._answer(answer, answer_kind if then else kind)
         try:
             records = [mine, *unpack(*bundles)]
             part = failures(records, self.call) or [self._encoded(merged(records), kind)]
         except Exception as error:  # noqa: BLE001 - raised on all ranks
             part = [Record(self.rank, True, self.call, encode(error, BaseException))]
-        self.links.send(self.links.parent, 2 * self._number, pack(part))
+        self.links.send(self._place.parent, 2 * self._number, pack(part))
         return self._answered(answer_kind if then else kind)
 
     def _own(self, value: Any) -> Record:
@@ -247,13 +252,14 @@ class Group:
             return self._failed(error)
 
     def _bundles(self) -> list[bytearray]:  # of the children
-        return [self.links.receive(child, 2 * self._number) for child in self.links.children]
+        return [self.links.receive(child, 2 * self._number) for child in self._place.children]
 
     def _checked(self, mine: Record, bundles: Sequence[bytearray]) -> list[Record]:
         """Rank 0's check: the records by rank, if all ranks are in the same call, and none has failed."""
         records = sorted([mine, *unpack(*bundles)], key=attrgetter("rank"))
         if other := next((r for r in records if r.call != self.call), None):
-            raise UsageError(f"rank {other.rank} calls {other.call} while rank 0 calls {self.call}", hint=_ORDER_HINT)
+            calls = f"rank {other.rank} calls {other.call} while rank {self.rank} calls {self.call}"
+            raise UsageError(calls, hint=_ORDER_HINT)
         if failed := next((r for r in records if r.failed), None):
             raise decode(failed.data, BaseException)
         return records
@@ -266,11 +272,8 @@ class Group:
                 return found[0]
             ((common, _),) = Counter(map(id, found[1:])).most_common(1)
             encoded = {id(v): encode(v, kind) for v in {id(v): v for v in found[1:]}.values()}
-            records = [
-                Record(rank, False, self.call, encoded[id(v)])
-                for rank, v in enumerate(found)
-                if rank and id(v) != common
-            ]
+            others = [(rank, id(v)) for rank, v in enumerate(found[1:], self.rank + 1) if id(v) != common]
+            records = [Record(rank, False, self.call, encoded[v]) for rank, v in others]
             records.append(Record(EVERYBODY, False, self.call, encoded[common]))
         except Exception as error:
             self._pass_on([Record(EVERYBODY, True, self.call, encode(error, BaseException))])
@@ -281,7 +284,7 @@ class Group:
     def _answered(self, kind: Any) -> Any:
         """The answer for this rank; those for the ranks below are passed on."""
         try:
-            records = unpack(self.links.receive(self.links.parent, 2 * self._number))
+            records = unpack(self.links.receive(self._place.parent, 2 * self._number))
         except IntegrityError as error:
             self._pass_on([Record(EVERYBODY, True, self.call, encode(error, BaseException))])
             raise
@@ -293,9 +296,8 @@ class Group:
 
     def _pass_on(self, records: Sequence[Record]) -> None:
         """Send each child the answers for the ranks of its subtree."""
-        for child in self.links.children:
-            below = self.links.below[child]
-            told = [r for r in records if r.rank == EVERYBODY or r.rank in below]
+        for child in self._place.children:
+            told = [r for r in records if r.rank == EVERYBODY or r.rank in self.links.below[child]]
             self.links.send(child, 2 * self._number, pack(told))
 
     @contextmanager

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-__all__ = ["FAN_OUT", "Host", "connect_by_store", "host_here", "listen", "listen_at", "parents_of"]
+__all__ = ["FAN_OUT", "Host", "connect_by_store", "host_here", "listen", "listen_at", "parents_of", "ranks_of_hosts"]
 
 #: The most children of a rank on its own host, and on other hosts.
 FAN_OUT = 8
@@ -51,6 +51,16 @@ class Host(NamedTuple):
     address: str
 
 
+def ranks_of_hosts(hosts: Sequence[str]) -> list[range]:
+    """Return the ranks of each host; none if those of some host are not consecutive.
+
+    Args:
+        hosts: of each rank.
+    """
+    ends = [0, *(r for r in range(1, len(hosts)) if hosts[r] != hosts[r - 1]), len(hosts)]
+    return [range(a, b) for a, b in pairwise(ends)] if len(ends) == len(set(hosts)) + 1 else []
+
+
 def parents_of(hosts: Sequence[str]) -> list[int]:
     """Return the parent of each rank; that of rank 0 is -1.
 
@@ -60,9 +70,7 @@ def parents_of(hosts: Sequence[str]) -> list[int]:
     Args:
         hosts: of each rank.
     """
-    runs = [list(ranks) for _, ranks in groupby(range(len(hosts)), key=hosts.__getitem__)]
-    if len(runs) > len(set(hosts)):
-        runs = [list(range(len(hosts)))]
+    runs = [list(ranks) for ranks in ranks_of_hosts(hosts) or [range(len(hosts))]]
     near = min(FAN_OUT, max(map(len, runs)) - 1)
     far = min(FAN_OUT, _MOST_CHILDREN - near)
     parents = [-1] * len(hosts)
@@ -104,7 +112,7 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
     found = _await(store, f"place/{rank}", 0, rank, timeout + _LATE_S)
     if isinstance(found, str):
         raise UcformatError(found, hint=_JOIN_HINT)
-    parent, children, others = found
+    parent, children, others, here = found
     meeting, problem, listening = None, "", None
     if rank:
         meeting, problem = _await(store, f"address/{parent}", parent, rank, timeout + _LATE_S)
@@ -115,7 +123,7 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
             problem = f"rank {rank} cannot listen: {error}"
     store.set(f"address/{rank}", json.dumps([listening and listening.getsockname()[:2], problem]))
     secret = bytes.fromhex(store.get("secret").decode())
-    place = Node(rank, size, parent, tuple(children) if listening else ())
+    place = Node(rank, size, parent, tuple(children) if listening else (), (here[0], here[1]))
     links = Links(place, timeout, listening, secret, store)
     failure = UcformatError(problem, hint=_LISTEN_HINT) if problem else None
     if failure is not None and not meeting:  # the parent cannot listen, or there is none
@@ -128,7 +136,7 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
 
 
 def _assign_places(store: dist.Store, size: int, timeout: float) -> None:
-    """Rank 0's part: wait for all ranks, and tell each its parent, its children, and some other hosts."""
+    """Rank 0's part: wait for all ranks, and tell each its parent, children, some other hosts, and its host's ranks."""
     names = [f"host/{r}" for r in range(size)]
     places = [f"place/{r}" for r in range(size)]
     try:
@@ -139,14 +147,16 @@ def _assign_places(store: dist.Store, size: int, timeout: float) -> None:
         return
     several = store.has_extended_api()
     hosts = [Host(*json.loads(h)) for h in (store.multi_get(names) if several else map(store.get, names))]
-    parents = parents_of([h.identity for h in hosts])
+    identities = [h.identity for h in hosts]
+    parents = parents_of(identities)
     children: list[list[int]] = [[] for _ in hosts]
     for rank, parent in enumerate(parents[1:], 1):
         children[parent].append(rank)
     distinct = {h.identity: h for h in hosts} | {h.identity: h for h in hosts if h.address}
     some = list(distinct.values())[: _OTHERS + 1]
     others = [[h for h in some if h.identity != host.identity] for host in hosts]
-    _set_all(store, places, [json.dumps(place) for place in zip(parents, children, others, strict=True)])
+    here = [(run.start, run.stop) for run in ranks_of_hosts(identities) for _ in run] or [(0, 0)] * size
+    _set_all(store, places, [json.dumps(place) for place in zip(parents, children, others, here, strict=True)])
 
 
 def _set_all(store: dist.Store, names: list[str], values: list[str]) -> None:
