@@ -5,6 +5,8 @@ Ranks are threads here, each with a group of its own over one store; `test_fault
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ from ucformat.errors import Conflict, UcformatError
 from ucformat.torch.comm import connections, links, tree
 from ucformat.torch.comm.group import Group, group_of, single_process_group
 from ucformat.torch.comm.tree import Host, connect_by_store
-from ucformat.torch.state.elements import SharedMemory, write_shared
+from ucformat.torch.state.elements import SharedMemory, map_range, write_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -152,6 +154,27 @@ def test_ranks_of_a_host_meet_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = ("rank 1: taken", 5), ("rank 3: taken", 5)
     assert found[:2] == [(*a, 10 * rank, *first) for rank in range(2)]
     assert found[2:] == [(*b, 10 * rank, *second) for rank in range(2, 6)]
+
+
+def test_only_memory_of_a_fixed_size_is_mapped() -> None:
+    shared = SharedMemory(5000)
+    whole = shared.range(0, 5000)
+    memory = map_range(whole)
+    assert memory is not None
+    memory[4999] = 7
+    assert shared.memory[4999] == 7
+    with pytest.raises(PermissionError):
+        os.ftruncate(shared.fd, 0)
+    assert map_range(whole._replace(name=b"0" * 32)) is None
+    assert map_range(whole._replace(nbytes=2 * mmap.PAGESIZE + 1)) is None
+    assert map_range(whole._replace(pid=0)) is None
+    fd = os.memfd_create(whole.name.decode(), os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, 5000)
+        assert map_range(whole._replace(fd=fd)) is None  # its owner could truncate it
+    finally:
+        os.close(fd)
+        shared.close()
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -8,7 +8,6 @@ writes it to the buffer, which is shared memory: a connection takes five times t
 
 from __future__ import annotations
 
-import os
 import select
 import struct
 import time
@@ -180,8 +179,8 @@ class Links(Connections):
                 line = self._line(other, end)
                 with line.change:
                     line.wanted[tag] = shared.memory[start:stop].data
-                pid = os.getpid() if line.here and shared.fd >= 0 else 0
-                target = _RANGE.pack(pid, shared.fd, start, stop - start, shared.name)
+                here = shared.range(start, stop)
+                target = _RANGE.pack(*(here if line.here else here._replace(pid=0)))
                 self._write(other, tag, _READY, [memoryview(target)], end)
         for other in slots:
             line = self._lines[other]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +17,7 @@ from ucformat.geometry.box import Box
 from ucformat.storage.strided import copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     import torch
@@ -41,6 +43,7 @@ __all__ = [
     "elements_within",
     "host_memory",
     "in_turn",
+    "map_range",
     "map_shared",
     "row_major_bytes",
     "span",
@@ -178,8 +181,13 @@ def map_shared(fd: int, nbytes: int) -> Memory:
     return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
 
 
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
 class SharedMemory:
-    """Anonymous memory that the other ranks of this host can write to, or private if the system refuses such memory.
+    """Anonymous memory that the other ranks of this host can use, or private if the system refuses such memory.
+
+    Its size never changes, so a process that maps it is not killed by another that truncates it.
 
     Args:
         nbytes: its size.
@@ -196,12 +204,22 @@ class SharedMemory:
         self.memory = np.empty(0, np.uint8)
         if not nbytes:
             return
-        self.fd = os.memfd_create(self.name.decode(), os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(self.name.decode(), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, nbytes)  # a limit on the size of files holds here too
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError:
             self.close()
         self.memory = map_shared(self.fd, nbytes)
+
+    def range(self, start: int, stop: int) -> SharedRange:
+        """Return what another process needs to use a part of the memory; it has no process if the memory is private.
+
+        Args:
+            start: the first byte.
+            stop: the byte after the last.
+        """
+        return SharedRange(os.getpid() if self.fd >= 0 else 0, self.fd, start, stop - start, self.name)
 
     def close(self) -> None:
         """Release the memory when no array refers to it any more."""
@@ -212,7 +230,7 @@ class SharedMemory:
 
 
 class SharedRange(NamedTuple):
-    """A range of the shared memory of a process.
+    """A range of the shared memory of a process; 0 is no process.
 
     The name is random, because in another container the same numbers belong to another file.
     """
@@ -222,6 +240,21 @@ class SharedRange(NamedTuple):
     start: int
     nbytes: int
     name: bytes
+
+
+@contextmanager
+def _opened(target: SharedRange) -> Iterator[int | None]:
+    """The descriptor of the shared memory of another process; None if this process may not open it."""
+    try:
+        fd = os.open(f"/proc/{target.pid}/fd/{target.fd}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        same = os.fsencode(Path(f"/proc/self/fd/{fd}").readlink()) == b"/memfd:%b (deleted)" % target.name
+        yield fd if same else None
+    finally:
+        os.close(fd)
 
 
 def write_shared(target: SharedRange, parts: Sequence[memoryview]) -> bool:
@@ -234,19 +267,23 @@ def write_shared(target: SharedRange, parts: Sequence[memoryview]) -> bool:
     Returns:
         whether this process may write there; if not, nothing is written, or only a part.
     """
-    try:
-        fd = os.open(f"/proc/{target.pid}/fd/{target.fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        if os.fsencode(Path(f"/proc/self/fd/{fd}").readlink()) != b"/memfd:%b (deleted)" % target.name:
-            return False
-        end = in_turn(parts, lambda some, done: os.pwritev(fd, some, target.start + done))
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return end == target.nbytes
+    with suppress(OSError), _opened(target) as fd:
+        if fd is not None:
+            end = in_turn(parts, lambda some, done: os.pwritev(fd, some, target.start + done))
+            return end == target.nbytes
+    return False
+
+
+def map_range(target: SharedRange) -> Memory | None:
+    """Map the shared memory of another process of this host; None if this process may not.
+
+    Args:
+        target: the range, from the beginning of the memory.
+    """
+    with suppress(OSError), _opened(target) as fd:
+        if fd is not None and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            return map_shared(fd, target.nbytes) if os.fstat(fd).st_size >= target.nbytes else None
+    return None
 
 
 def in_turn(parts: Sequence[memoryview], act: Callable[[list[memoryview], int], int]) -> int:
