@@ -24,10 +24,12 @@ import ucformat
 from ucformat.errors import UsageError
 from ucformat.torch import Rng, load, save, state_dict
 from ucformat.torch.loading import read as reading
+from ucformat.torch.loading import share
+from ucformat.torch.loading.match import Matched
 from ucformat.torch.saving.staging import HostBuffer, room_for, stage
 from ucformat.torch.state import memory
 from ucformat.torch.state.elements import map_shared
-from ucformat.torch.state.local import local_state
+from ucformat.torch.state.local import local_of, local_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -303,6 +305,18 @@ def shared_reading(folder: Path) -> None:
     assert set(seen) == {2}
 
 
+def host_memory(_: Path) -> None:
+    """What is copied from memory that ranks share is copied before other parts are read into it."""
+    tensors = empty_on_devices()
+    targets = [local_of(name, "weight", tensor) for name, tensor in tensors.items()]
+    each = whole(1).nbytes
+    memory = torch.cat([whole(d) for d in (1, 2, 3)]).view(-1).view(torch.uint8)
+    parts = [share._Shared(b"", Matched(t, t.info), 0, n * each, (n + 1) * each) for n, t in enumerate(targets)]
+    share._HostMemory(memory, memory.numel()).fill(0, parts)
+    memory.zero_()
+    check(tensors)
+
+
 def cast_and_evaluated(folder: Path) -> None:
     """A cast on the way, and weights that are read on a device."""
     place = saved(folder)
@@ -375,6 +389,7 @@ SCENARIOS = {
         loading_in_a_thread,
         loading_behind_training,
         shared_reading,
+        host_memory,
         cast_and_evaluated,
         generators,
     )

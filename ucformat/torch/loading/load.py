@@ -34,7 +34,8 @@ from ucformat.torch.loading.match import (
     raise_for,
     stored_names,
 )
-from ucformat.torch.loading.read import ReadAmount, read, read_and_broadcast
+from ucformat.torch.loading.read import ReadAmount, read
+from ucformat.torch.loading.share import AnotherRankFailed, read_shared
 from ucformat.torch.loading.together import open_together
 from ucformat.torch.loading.values import SavedState, fit_groups, fit_objects, take_values
 from ucformat.torch.state.collect import collect
@@ -110,7 +111,8 @@ def load(
 ) -> LoadReport:
     """Fill a training state in place from a checkpoint of any layout; all ranks call this together.
 
-    Each rank reads only the boxes that it holds, straight into its tensors. Pass the model alone to load weights only.
+    Each rank reads only the boxes that it holds, straight into its tensors; from storage on a network, the ranks of a
+    host read once what several of them hold, and share it. Pass the model alone to load weights only.
     All mismatches are found before anything is changed, and raised in one error on all ranks.
 
     Args:
@@ -228,8 +230,14 @@ def load_local(
     raise_for(found, strict, ck.url)
     amount, failure = ReadAmount(), None
     try:
-        amount = _read(ck, matched, verify, threads, broadcast_group, ranks.timeout, progress)
+        share = (
+            ranks.on_host() if broadcast_group is None else group_of(broadcast_group, ranks.timeout, f"share {ck.url}")
+        )
+        amount = read_shared(ck, matched, share, broadcast_group, verify, threads, progress)
+        check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
         then()
+    except AnotherRankFailed:
+        pass
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         failure = error
     ranks.combine(failure)
@@ -251,23 +259,6 @@ class _RankReport:
     unexpected: NDArray[np.uint8]
     layout: Mapping[str, Any]
     stateful: bool
-
-
-def _read(
-    ck: Checkpoint,
-    matched: Sequence[Matched],
-    verify: Verify,
-    threads: int | None,
-    broadcast_group: dist.ProcessGroup | None,
-    timeout: float,
-    progress: Callable[[int], None] | None,
-) -> ReadAmount:
-    if broadcast_group is None:
-        amount = read(ck, matched, verify, threads, progress)
-    else:
-        amount = read_and_broadcast(ck, matched, broadcast_group, timeout, verify, threads, progress)
-    check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
-    return amount
 
 
 def _join(a: _RankReport, b: _RankReport) -> _RankReport:

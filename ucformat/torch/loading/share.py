@@ -1,0 +1,313 @@
+"""Reads once what several ranks want: one of them reads each part, and the others get it from that rank.
+
+The ranks find out by digests which parts they have in common, and one of them deals these. They read in rounds: the
+parts of a round are exchanged while those of the next one are read. Ranks of one host read into memory that all of them
+map, and each copies what it wants from there; replicas that the user names broadcast over their process group.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ucformat.torch.comm.wire import message
+from ucformat.torch.loading.read import ReadAmount, check_targets, parts_of, read, room, stored_in, target_of
+from ucformat.torch.state.elements import SharedMemory, SharedRange, map_range
+from ucformat.torch.state.memory import keep_current_device, synchronize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.reading.plan import Verify
+    from ucformat.torch.comm.group import Group
+    from ucformat.torch.loading.match import Matched
+
+__all__ = ["AnotherRankFailed", "read_shared"]
+
+#: Bytes that each rank reads in a round, unless a part is larger.
+_ROUND_BYTES = 32 << 20
+#: Rounds for which there is memory: one is exchanged while the others are read, so that requests are always in flight.
+_ROUNDS = 4
+#: A rank reads consecutive parts of so many bytes before it is another one's turn, so that small tensors that are
+#: stored side by side are read by one request.
+_TURN_BYTES = 8 << 20
+_DIGEST_BYTES = 16
+
+
+class AnotherRankFailed(Exception):
+    """Another rank failed, and tells why in its next collective."""
+
+
+@message
+class _Wants:
+    """Parts that ranks want, in the order of ranks: digest, bytes in a buffer, position among those of a rank, rank."""
+
+    digests: bytes
+    nbytes: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    ranks: NDArray[np.int32]
+
+
+@message
+class _Dealt:
+    """The shared parts in the order in which they are read: digest, bytes in a buffer, and the rank that reads it."""
+
+    digests: bytes
+    nbytes: NDArray[np.int64]
+    readers: NDArray[np.int32]
+
+
+class _Shared(NamedTuple):
+    """A shared part: its digest, the target if this rank wants it, who reads it, and `[start, stop)` in a buffer."""
+
+    digest: bytes
+    part: Matched | None
+    reader: int
+    start: int
+    stop: int
+
+
+class _Exchange(Protocol):
+    """How shared parts get from their readers to the others."""
+
+    def place(self, number: int, shared: _Shared) -> Matched:
+        """Return where a part of a round is read."""
+
+    def fill(self, number: int, shared: Sequence[_Shared]) -> None:
+        """Fill the targets of a round, all of which has been read."""
+
+
+def read_shared(
+    ck: Checkpoint,
+    matched: Sequence[Matched],
+    ranks: Group,
+    replicas: dist.ProcessGroup | None = None,
+    verify: Verify = "whole",
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> ReadAmount:
+    """Fill targets; what several ranks want is read by one of them, balanced by bytes. All ranks call this.
+
+    Args:
+        ck: the checkpoint.
+        matched: the targets of this rank, and the stored tensors from which they are read.
+        ranks: those of one host, or of `replicas`.
+        replicas: the process group over which parts are broadcast that all of its ranks want; its backend must support
+            the devices of the targets (None: the ranks share memory, and parts that any two of them want).
+        verify: which checksums to check, as for `load`.
+        threads: how many threads read (default: as many as the storage can use).
+        progress: called with the bytes of each read that is done.
+
+    Returns:
+        how much this rank read from storage.
+
+    Raises:
+        AnotherRankFailed: this rank has not failed itself.
+        UcformatError: as for `read`, or a rank died.
+    """
+    failure: BaseException | None = None
+    cut: list[dict[bytes, Matched]] = [{} for _ in matched]
+    try:
+        check_targets(matched)
+        synchronize(m.target.tensor for m in matched)  # kernels of the training may still use them
+        if replicas is not None or (ranks.size > 1 and ck.store.costs.parallel is not None):
+            cut = _cut(ck, matched, by_target=replicas is not None)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+        failure = error
+    mine = {digest: part for parts in cut for digest, part in parts.items()}
+    least = 2 if replicas is None else ranks.size
+    dealt = ranks.combine(_wants(mine, ranks.rank), _joined, _Wants, lambda wants: _deal(wants, least), _Dealt)
+    rounds = list(_rounds(dealt, mine, _ROUND_BYTES * ranks.size))
+    exchange: _Exchange | None = _Broadcast(replicas) if replicas is not None else _HostMemory.of(ranks, rounds)
+    total, common = ReadAmount(), set[bytes]()
+    if exchange is not None:
+
+        def read_into(places: list[Matched]) -> ReadAmount:
+            return read(ck, places, verify, threads, progress)
+
+        total = _read_rounds(ranks, rounds, exchange, read_into, failure)
+        common = {s.digest for shared in rounds for s in shared}
+    if failure is not None:
+        raise failure
+    alone: list[Matched] = []
+    for m, parts in zip(matched, cut, strict=True):
+        left = [part for digest, part in parts.items() if digest not in common]
+        alone += [m] if len(left) == len(parts) else left
+    return total.plus(read(ck, alone, verify, threads, progress))
+
+
+def _read_rounds(
+    ranks: Group,
+    rounds: Sequence[Sequence[_Shared]],
+    exchange: _Exchange,
+    read_into: Callable[[list[Matched]], ReadAmount],
+    failure: BaseException | None,
+) -> ReadAmount:
+    """Read this rank's parts, those of a round while the parts of the one before are exchanged; all ranks call this."""
+    total = ReadAmount()
+    with ThreadPoolExecutor(_ROUNDS - 1, "ucformat-share", keep_current_device()) as pool:
+
+        def begin(number: int) -> Future[ReadAmount]:
+            own = [s for s in rounds[number] if s.reader == ranks.rank]
+            return pool.submit(lambda: read_into([exchange.place(number, s) for s in own]))
+
+        reading = [begin(number) for number in range(len(rounds))[: _ROUNDS - 1]]
+        for number, shared in enumerate(rounds):
+            failure = failure or reading[0].exception()
+            if ranks.combine(failure is not None, operator.or_, bool):
+                raise failure or AnotherRankFailed
+            total = total.plus(reading.pop(0).result())
+            # All ranks have taken what they want from the round before, so another one can be read in its place.
+            reading += [begin(later) for later in range(len(rounds))[number + _ROUNDS - 1 : number + _ROUNDS]]
+            try:
+                exchange.fill(number, shared)
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+                failure = error
+    if failure is not None:
+        raise failure
+    return total
+
+
+def _cut(ck: Checkpoint, matched: Sequence[Matched], *, by_target: bool) -> list[dict[bytes, Matched]]:
+    """The parts of each target by digest; equal ones of two targets differ by their number.
+
+    What is broadcast are elements of the target, so its dtype counts.
+    """
+    seen: Counter[tuple[object, ...]] = Counter()
+    out = []
+    for m in matched:
+        parts: dict[bytes, Matched] = {}
+        for part in parts_of(ck, m):
+            (piece,), stored = part.target.pieces, part.stored
+            dtype = m.target.info.dtype if by_target else stored.dtype
+            what = (ck.id, stored.name, stored.state, stored.shape, dtype, piece.box.start, piece.box.shape)
+            seen[what] += 1
+            parts[blake2b(repr((*what, seen[what])).encode(), digest_size=_DIGEST_BYTES).digest()] = part
+        out.append(parts)
+    return out
+
+
+def _wants(mine: Mapping[bytes, Matched], rank: int) -> _Wants:
+    count = len(mine)
+    nbytes = np.fromiter(map(room, mine.values()), np.int64, count)
+    return _Wants(b"".join(mine), nbytes, np.arange(count), np.full(count, rank, np.int32))
+
+
+def _joined(a: _Wants, b: _Wants) -> _Wants:
+    return _Wants(
+        a.digests + b.digests,
+        np.concatenate([a.nbytes, b.nbytes]),
+        np.concatenate([a.positions, b.positions]),
+        np.concatenate([a.ranks, b.ranks]),
+    )
+
+
+def _split(digests: bytes) -> list[bytes]:
+    return [digests[at : at + _DIGEST_BYTES] for at in range(0, len(digests), _DIGEST_BYTES)]
+
+
+def _deal(wants: _Wants, least: int) -> _Dealt:
+    """Deal the parts that at least so many ranks want, in the order in which the first of these has them."""
+    rows: dict[bytes, list[int]] = {}
+    for row, digest in enumerate(_split(wants.digests)):
+        rows.setdefault(digest, []).append(row)
+    nbytes, ranks = wants.nbytes.tolist(), wants.ranks.tolist()
+    shared = {digest: held for digest, held in rows.items() if len(held) >= least}
+    order = sorted(shared, key=lambda digest: wants.positions[shared[digest][0]])
+    loads: Counter[int] = Counter()
+    readers = []
+    for digest in order:
+        first, *_ = held = shared[digest]
+        reader = min((ranks[row] for row in held), key=lambda r: loads[r] // _TURN_BYTES)
+        loads[reader] += nbytes[first]
+        readers.append(reader)
+    sizes = [nbytes[shared[digest][0]] for digest in order]
+    return _Dealt(b"".join(order), np.array(sizes, np.int64), np.array(readers, np.int32))
+
+
+def _rounds(dealt: _Dealt, mine: Mapping[bytes, Matched], most: int) -> Iterator[list[_Shared]]:
+    """The parts of each round, of at most so many bytes unless one part is larger."""
+    shared: list[_Shared] = []
+    for digest, nbytes, reader in zip(
+        _split(dealt.digests), dealt.nbytes.tolist(), dealt.readers.tolist(), strict=True
+    ):
+        start = shared[-1].stop if shared else 0
+        if start and start + nbytes > most:
+            yield shared
+            shared, start = [], 0
+        shared.append(_Shared(digest, mine.get(digest), reader, start, start + nbytes))
+    if shared:
+        yield shared
+
+
+class _Broadcast:
+    """Readers read into their targets, and broadcast them over a process group."""
+
+    def __init__(self, replicas: dist.ProcessGroup) -> None:
+        self._replicas = replicas
+
+    def place(self, _: int, shared: _Shared) -> Matched:
+        assert shared.part is not None  # noqa: S101 - all ranks want it
+        return shared.part
+
+    def fill(self, number: int, shared: Sequence[_Shared]) -> None:
+        targets = [target_of(self.place(number, s)) for s in shared]
+        for s, target in zip(shared, targets, strict=True):
+            dense = target if target.is_contiguous() else target.contiguous()
+            # As bytes, since not every backend supports every dtype; `view` refuses some strides of single elements.
+            flat = dense.as_strided((dense.numel(),), (1,))
+            dist.broadcast(flat.view(torch.uint8), group=self._replicas, group_src=s.reader)
+            if dense is not target:
+                target.copy_(dense)
+        synchronize(targets)  # a broadcast on a device is asynchronous
+
+
+class _HostMemory:
+    """Readers read into memory that all ranks of the host map.
+
+    Args:
+        memory: its bytes.
+        step: bytes for a round; the memory is used in a circle.
+    """
+
+    def __init__(self, memory: torch.Tensor, step: int) -> None:
+        self._memory, self._step = memory, step
+
+    @classmethod
+    def of(cls, ranks: Group, rounds: Sequence[Sequence[_Shared]]) -> Self | None:
+        """Share memory; None if there is nothing to read, or one of the ranks may not use the memory of another."""
+        if not rounds:
+            return None
+        step = max(shared[-1].stop for shared in rounds)
+        nbytes = step * min(len(rounds), _ROUNDS)
+        made: list[SharedMemory] = []
+
+        def make(_: None) -> SharedRange:
+            made.append(SharedMemory(nbytes))
+            return made[0].range(0, nbytes)
+
+        told = ranks.combine(None, then=make, answer_kind=SharedRange)
+        memory = made[0].memory if made else map_range(told)
+        usable = ranks.combine(memory is not None and told.pid > 0, operator.and_, bool)
+        for own in made:
+            own.close()
+        return cls(torch.from_numpy(memory), step) if usable else None
+
+    def place(self, number: int, shared: _Shared) -> Matched:
+        assert shared.part is not None  # noqa: S101 - only ranks that want it read it
+        return stored_in(self._memory, number % _ROUNDS * self._step + shared.start, shared.part)
+
+    def fill(self, number: int, shared: Sequence[_Shared]) -> None:
+        wanted = [(target_of(s.part), self.place(number, s).target.tensor) for s in shared if s.part is not None]
+        for target, stored in wanted:
+            target.copy_(stored, non_blocking=True)
+        synchronize(target for target, _ in wanted)  # other parts are read into this memory next
