@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ucformat.format.digest import with_own_digest
+from ucformat.format.objects import encode_range, put_ranges
+from ucformat.format.structure import manifest_bytes, read_manifest
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Extent, Key, TensorInfo, TensorList
 from ucformat.reading.dtypes import dtype_name, numpy_dtype
 from ucformat.reading.readable import CheckpointMetadata
+from ucformat.schema.manifest import MANIFEST, PerRankDoc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
@@ -39,6 +43,19 @@ def manifest_file(document: Any) -> bytes:
     if isinstance(document, dict):
         document = {key: value for key, value in document.items() if key != "digest"}
     return with_own_digest(json.dumps(document).encode())
+
+
+def give_values(store: Store, ranks: Sequence[Mapping[str, Any]], *begins: int) -> None:
+    """Give a committed checkpoint these values of each rank, in a file that begins at rank 0, and one at each other."""
+    manifest, version = read_manifest(store)
+    folder, ends = f"objects/{manifest.attempt}", [*begins, len(ranks)]
+    files = [
+        put_ranges(store, folder, begin, [encode_range(values) for values in ranks[begin:end]])
+        for begin, end in pairwise([0, *ends])
+    ]
+    names = dict.fromkeys(name for values in ranks for name in values)
+    doc = PerRankDoc(ranks=len(ranks), names=tuple(names), files=tuple(files))
+    store.replace(MANIFEST, manifest_bytes(manifest.model_copy(update={"per_rank": doc})), version)
 
 
 def same(a: Any, b: Any) -> bool:

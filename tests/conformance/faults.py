@@ -22,6 +22,7 @@ from tests.conformance.make import (
     edited,
     flipped,
     objects_of,
+    of_two_files,
     packed_files,
     per_rank_of,
     placed,
@@ -53,8 +54,15 @@ def of_arrays(flat: Files) -> Faults:
         return edit(lambda m: m["tensors"][column].__setitem__(0, value))
 
     manifest, objects = "manifest.json", f"objects/{ATTEMPT}/objects.json"
-    ranked, folder = per_rank_of(flat, ranges_of(PER_RANK)), f"objects/{ATTEMPT}"
-    file = json.loads(ranked["manifest.json"])["per_rank"]
+    ranked, of_ranks = per_rank_of(flat, ranges_of(PER_RANK)), f"objects/{ATTEMPT}/per_rank-00000.bin"
+    more = [*ranges_of(PER_RANK)[:2], b'{"other": 1}']
+
+    def ranks(number: int, **values: Any) -> Files:
+        return edited(of_two_files(flat), lambda m: m["per_rank"]["files"][number].update(values))
+
+    def all_ranks(change: Callable[[Any], object]) -> Files:
+        return edited(of_two_files(flat), lambda m: change(m["per_rank"]))
+
     first = next(k for k in flat if k.endswith("/weight/a/c/0/0"))
     second = next(k for k in flat if k.endswith("/exp_avg/a/c/0/0"))
     third = next(k for k in flat if k.startswith(second.rpartition("/c/")[0]) and k != second and "/c/" in k)
@@ -127,11 +135,21 @@ def of_arrays(flat: Files) -> Faults:
         "objects-bare-nan": ("damaged", "NaN in objects.json", objects_of(flat, b'{"x": NaN}')),
         "objects-no-object": ("damaged", "objects.json is an array", objects_of(flat, f"[{number}]".encode())),
         "objects-path-out": ("refused", "objects outside of the checkpoint", edit(lambda m: m["objects"].update(path="../x"))),
-        "per-rank-missing": ("damaged", "the values of ranks are missing", edited(flat, lambda m: m.update(per_rank=file))),
-        "per-rank-flipped": ("damaged", "a bit of a rank's values is flipped", flipped(ranked, f"{folder}/per_rank.bin", 9)),
-        "per-rank-index": ("damaged", "a rank's values are not where the previous end", per_rank_of(flat, ranges_of(PER_RANK), 1)),
-        "per-rank-name": ("damaged", "a rank has no value of a name", per_rank_of(flat, [*ranges_of(PER_RANK)[:2], b"{}"])),
-        "per-rank-few": ("damaged", "more ranks than the file has", edited(ranked, lambda m: m["per_rank"].update(ranks=4))),
+        "per-rank-missing": ("damaged", "the values of ranks are missing", changed(ranked, of_ranks, lambda _: b"")),
+        "per-rank-flipped": ("damaged", "a bit of a rank's values is flipped", flipped(ranked, of_ranks, 9)),
+        "per-rank-index": ("damaged", "a rank's values are not where the previous end", per_rank_of(flat, ranges_of(PER_RANK), move=1)),
+        "per-rank-name": ("damaged", "a rank has a value of a name that is not listed", per_rank_of(flat, more)),
+        "per-rank-name-twice": ("damaged", "a name of values is listed twice", all_ranks(lambda d: d["names"].append("rng"))),
+        "per-rank-few": ("damaged", "a file has more ranks than the manifest says", edited(ranked, lambda m: (m["per_rank"].update(ranks=2), m["per_rank"]["files"][0].update(ranks=2)))),
+        "per-rank-count": ("damaged", "the files have fewer ranks than there are", all_ranks(lambda d: d.update(ranks=4))),
+        "per-rank-gap": ("damaged", "no file has the values of a rank", ranks(1, first=2)),
+        "per-rank-overlap": ("damaged", "two files have the values of a rank", ranks(1, first=0)),
+        "per-rank-order": ("damaged", "the files are not in the order of ranks", all_ranks(lambda d: d["files"].reverse())),
+        "per-rank-begin": ("damaged", "the values of rank 0 are missing", all_ranks(lambda d: (d["files"].pop(0), d.update(ranks=2)))),
+        "per-rank-nobody": ("damaged", "a file of no rank", ranks(1, first=1, ranks=0)),
+        "per-rank-many": ("damaged", "more than 2^20 ranks", all_ranks(lambda d: (d.update(ranks=2**20 + 1), d["files"][1].update(ranks=2**20, nbytes=2**30)))),
+        "per-rank-index-large": ("damaged", "an index that is larger than its file", all_ranks(lambda d: (d.update(ranks=1001), d["files"][1].update(ranks=1000)))),
+        "per-rank-path-out": ("refused", "the values of ranks are outside of the checkpoint", ranks(1, path="../x")),
         "asset-flipped": ("damaged", "a bit of an asset is flipped", flipped(flat, f"assets/{ATTEMPT}/vocab.txt", 0)),
     }  # fmt: skip
 

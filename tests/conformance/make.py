@@ -318,16 +318,29 @@ def objects_of(files: Files, data: bytes) -> Files:
     return edited({**files, name: data}, lambda m: m["objects"].update(nbytes=len(data), digest=bytes_digest(data)))
 
 
-def per_rank_of(files: Files, ranges: list[bytes], move: int = 0) -> Files:
-    """The same with values of each rank, in these ranges; `move` is added to the offset of the last one."""
-    name, data, index = f"objects/{ATTEMPT}/per_rank.bin", b"", b""
-    for n, body in enumerate(ranges):
-        offset = len(data) + (move if n == len(ranges) - 1 else 0)
-        index += offset.to_bytes(8, "little") + (len(body) + 4).to_bytes(8, "little")
-        data += body + crc32c(body).to_bytes(4, "little")
-    data += index + crc32c(index).to_bytes(4, "little")
-    doc = {"path": name, "nbytes": len(data), "digest": bytes_digest(data), "ranks": len(ranges), "names": [*PER_RANK]}
-    return edited({**files, name: data}, lambda m: m.update(per_rank=doc))
+def per_rank_of(files: Files, *parts: list[bytes], move: int = 0) -> Files:
+    """The same with values of each rank, in files with these ranges; `move` is added to the offset of the last one."""
+    first, added, docs = 0, {}, []
+    for ranges in parts:
+        name, data, index = f"objects/{ATTEMPT}/per_rank-{first:05}.bin", b"", b""
+        for n, body in enumerate(ranges):
+            offset = len(data) + (move if n == len(ranges) - 1 else 0)
+            index += offset.to_bytes(8, "little") + (len(body) + 4).to_bytes(8, "little")
+            data += body + crc32c(body).to_bytes(4, "little")
+        added[name] = data = data + index + crc32c(index).to_bytes(4, "little")
+        doc = {"path": name, "nbytes": len(data), "digest": bytes_digest(data), "first": first, "ranks": len(ranges)}
+        docs.append(doc)
+        first += len(ranges)
+    return edited(
+        {**files, **added}, lambda m: m.update(per_rank={"ranks": first, "names": [*PER_RANK], "files": docs})
+    )
+
+
+def of_two_files(files: Files) -> Files:
+    """The same with values of each rank in two files; the last one lacks a name, which has no value there."""
+    first, second, last = ranges_of(PER_RANK)
+    less = {name: value for name, value in json.loads(last).items() if value is not None}
+    return per_rank_of(files, [first], [second, json.dumps(less, ensure_ascii=False).encode()])
 
 
 def ranges_of(values: dict[str, list[Any]]) -> list[bytes]:
@@ -389,6 +402,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
     return {
         "arrays": ("arrays, objects in every spelling, an asset, an alias, a NaN metric", flat, all_of_it),
         "per-rank": ("values of each rank", per_rank_of(flat, ranges_of(PER_RANK)), {**all_of_it, "per_rank": PER_RANK}),
+        "per-rank-files": ("values of each rank in two files; the last rank lacks a name", of_two_files(flat), {**all_of_it, "per_rank": PER_RANK}),
         "packed": ("blocks of all four kinds of checksum, tiles, replicas, a stride", packed_files(columns, files), expected()),
         "packed-permuted": ("the rows of the sidecar in another order", packed_files(permuted, files), expected()),
         "described": ("tensors that the sidecar describes", described_files(), expected()),

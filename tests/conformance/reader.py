@@ -150,7 +150,8 @@ class Checkpoint:
         m = {name: kind() for name, kind in [*optional.items(), *lists.items()]} | m
         of_type(m, {"id": str, "attempt": str, "created": str, "tensors": dict}, nullable, {**optional, **lists})
         need(re.fullmatch("[0-9a-f]{20}", m["attempt"]), "no attempt has this name")
-        for file in (*m["assets"].values(), *(m[k] for k in ("objects", "per_rank", "sidecar") if m.get(k))):
+        of_ranks = self._check_ranks(m["per_rank"]) if m.get("per_rank") else ()
+        for file in (*m["assets"].values(), *of_ranks, *(m[k] for k in ("objects", "sidecar") if m.get(k))):
             of_type(file, {"path": str, "nbytes": int, "digest": str})
             need(file["nbytes"] >= 0, "a negative size")
             check_digest(file["digest"])
@@ -161,6 +162,18 @@ class Checkpoint:
             of_type(group, {"params": list}, {"at": list, "names": list}, {"options": dict, "flattened": int})
         self._check_sources(m.get("sidecar") or {})
         return m
+
+    def _check_ranks(self, doc: Any) -> list[Any]:
+        of_type(doc, {"ranks": int, "names": list, "files": list})
+        need(all(isinstance(n, str) for n in doc["names"]) and len({*doc["names"]}) == len(doc["names"]), "names")
+        end = 0
+        for file in doc["files"]:
+            of_type(file, {"first": int, "ranks": int, "nbytes": int})
+            need(file["first"] == end and file["ranks"] >= 1, "the values of a rank are missing, or there twice")
+            need(file["nbytes"] >= 22 * file["ranks"] + 4, "there is no room for the values of the ranks")
+            end += file["ranks"]
+        need(1 <= end == doc["ranks"] <= 1 << 20, "the number of ranks")
+        return list(doc["files"])
 
     def _check_sources(self, sidecar: Any) -> None:
         seen = set()
@@ -259,14 +272,14 @@ class Checkpoint:
 
     def per_rank(self) -> dict[str, list[Any]]:
         """The values of each rank, as they are spelled."""
-        doc = self.manifest.get("per_rank")
-        if doc is None:
-            return {}
-        of_type(doc, {"ranks": int, "names": list})
-        data, at, index, ranks = self._file(doc), 0, b"", []
-        begin = len(data) - 4 - 16 * doc["ranks"]
-        need(begin >= 0, "there is no room for the index of the ranks")
-        for n in range(doc["ranks"]):
+        doc = self.manifest.get("per_rank") or {"names": [], "files": []}
+        ranks = [values for file in doc["files"] for values in self._ranges(file, {*doc["names"]})]
+        return {name: [values.get(name) for values in ranks] for name in doc["names"]}
+
+    def _ranges(self, file: Any, names: set[str]) -> list[Any]:
+        data, at, index, ranks = self._file(file), 0, b"", []
+        begin = len(data) - 4 - 16 * file["ranks"]
+        for n in range(file["ranks"]):
             nbytes = int.from_bytes(data[begin + 16 * n + 8 : begin + 16 * n + 16], "little")
             need(4 <= nbytes <= begin - at, "the values of a rank")
             body, crc = data[at : at + nbytes - 4], data[at + nbytes - 4 : at + nbytes]
@@ -274,9 +287,9 @@ class Checkpoint:
             index += at.to_bytes(8, "little") + nbytes.to_bytes(8, "little")
             at += nbytes
             ranks.append(strict(body))
-            need(isinstance(ranks[-1], dict) and {*doc["names"]} <= {*ranks[-1]}, "the values of a rank")
+            need(isinstance(ranks[-1], dict) and {*ranks[-1]} <= names, "the values of a rank")
         need(data[at:] == index + crc32c(index).to_bytes(4, "little"), "the index of the ranks")
-        return {name: [values[name] for values in ranks] for name in doc["names"]}
+        return ranks
 
     def assets(self) -> dict[str, bytes]:
         """The assets."""

@@ -14,7 +14,7 @@ import torch
 import ucformat
 from bench.paper import Opened
 from bench.paper_model import LAYERS, Degrees, to_gpt_model
-from tests.fakes import FakeSource, random_array, same
+from tests.fakes import FakeSource, give_values, random_array, same
 from tests.paper.files import rewrite
 from tests.sources.megatron_deepspeed import FLAT, gpt, write
 from tests.sources.suite import kept
@@ -296,8 +296,7 @@ class TestH12WhatEachRankHasForItself:
         from ucformat.torch import PerRank, load
 
         source = Checkpoint(FakeSource.write(MemoryStore("h12-two"), {("w", "weight"): np.ones(2, np.float32)}))
-        source.__dict__["per_rank"] = {"loader": [{"at": 3}, {"at": 4}]}
-        ucformat.convert(source, tmp_path / "two")
+        give_values(ucformat.convert(source, tmp_path / "two").store, [{"loader": {"at": 3}}, {"loader": {"at": 4}}])
         state: dict[str, Any] = {"loader": PerRank({"at": 0})}
         with pytest.raises(StateMismatch, match="has a value of each of 2 ranks, and is loaded by 1"):
             load(state, tmp_path / "two")

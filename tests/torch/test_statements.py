@@ -133,7 +133,10 @@ class OneRank:
         for sender, (begin, end) in slots.items():
             shared.memory[begin:end] = np.frombuffer(self._ranks.take(sender, self.rank), np.uint8)
 
-    def combine(self, value: Any, merge: Any, kind: Any, then: Any, answer_kind: Any) -> Any:
+    def combine(self, value: Any, merge: Any, kind: Any, then: Any, answer_kind: Any, relay: Any = None) -> Any:
+        if relay and self.rank and not isinstance(value, BaseException):
+            value = relay(value)
+
         def answer(values: list[Any]) -> list[Any]:
             told = then(functools.reduce(merge, [decode(encode(v, kind), kind) for v in values]))
             told = told if isinstance(told, Addressed) else Addressed(told, {})
@@ -295,7 +298,7 @@ def test_what_is_the_same_on_ranks_is_reported_once() -> None:
 
 
 def test_a_manifest_lists_the_slowest_of_many_ranks() -> None:
-    reports = [RankReport(rank, b"", {}, 0, float(rank % 50), 0.0) for rank in range(1000)]
+    reports = [RankReport(rank, b"", 0, float(rank % 50), 0.0) for rank in range(1000)]
     listed = slowest(reports)
     assert [r.rank for r in listed] == sorted(r.rank for r in listed)
     assert len(listed) == 64

@@ -22,6 +22,7 @@ from ucformat.format.stored_tensors import StoredTensors
 from ucformat.geometry.box import Box
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import DescribedDoc, DistributionDoc, MeshDoc
+from ucformat.schema.manifest import MAX_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +52,6 @@ ALIGNMENT = 64
 COLUMNS = ("described", "distribution", "writer", "position")
 DESCRIBED_TILE = "described_tile"
 
-_MAX_RANKS = 1 << 20  # of a mesh; and ranks are below it
 _MAX_WORK = 1 << 25  # coordinates of all meshes, each counted for every group of rows: bounds the memory of a reader
 _MAX_TILES = 1 << 20  # of the box of one rank
 _MAX_NBYTES = 1 << 60  # of all tensors: offsets fit in 64 bits
@@ -199,7 +199,7 @@ class Described:
         info, d = self.infos[row.tensor], row.distribution
         if len(row.tile) != len(info.shape) or min(row.tile, default=1) < 1:
             raise LayoutError(f"{info.key} of the shape {info.shape} has tiles of the shape {row.tile}")
-        if info.nbytes > _MAX_NBYTES or d.mesh.size > _MAX_RANKS or not d.fits(info.shape):
+        if info.nbytes > _MAX_NBYTES or d.mesh.size > MAX_RANKS or not d.fits(info.shape):
             raise LayoutError(f"{info.key} of the shape {info.shape} cannot be distributed as it is described")
         longest = (int(np.diff(b).max(initial=0)) for b in d.bounds(info.shape))
         if math.prod((n + t - 2) // t + 1 for n, t in zip(longest, row.tile, strict=True) if n) > _MAX_TILES:
@@ -389,9 +389,9 @@ def _mesh(doc: MeshDoc) -> RankMesh:
     """The mesh of a document; LayoutError if it is impossible."""
     size = math.prod(doc.sizes)
     listed = len(doc.ranks) == size and not doc.strides
-    if size > _MAX_RANKS or not (listed or (len(doc.strides) == len(doc.sizes) and not doc.ranks)):
+    if size > MAX_RANKS or not (listed or (len(doc.strides) == len(doc.sizes) and not doc.ranks)):
         raise LayoutError(f"a mesh of the sizes {doc.sizes} is impossible")
     mesh = RankMesh(doc.sizes, doc.first, doc.strides, doc.ranks)
-    if int(mesh.ranks.max()) >= _MAX_RANKS or len(np.unique(mesh.ranks)) < size:
-        raise LayoutError(f"a mesh of the sizes {doc.sizes} has a rank twice, or one above {_MAX_RANKS}")
+    if int(mesh.ranks.max()) >= MAX_RANKS or len(np.unique(mesh.ranks)) < size:
+        raise LayoutError(f"a mesh of the sizes {doc.sizes} has a rank twice, or one above {MAX_RANKS}")
     return mesh

@@ -1,14 +1,16 @@
-"""Files of non-tensor values: one of those that all ranks share, and one of those that each rank has as its own.
+"""Files of non-tensor values: one of those that all ranks share, and those with the values of each rank.
 
-The latter has a range for each rank, and an index at its end (docs/spec.md, "Objects"). A rank reads the index and its
-own range; the file is read whole only to get the values of all ranks.
+The latter have a range for each of some consecutive ranks, and an index at their end (docs/spec.md, "Objects"). A rank
+reads the index of the file that has its range, and the range; a file is read whole only to get the values of many.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -16,44 +18,85 @@ import numpy as np
 from ucformat.errors import IntegrityError
 from ucformat.format.arrays import put_file
 from ucformat.format.universal import json_object
-from ucformat.schema.manifest import PerRankDoc
+from ucformat.schema.manifest import RangesDoc
 from ucformat.schema.values import dumps
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
     from ucformat.format.universal import Universal
+    from ucformat.schema.manifest import FileDoc, PerRankDoc
     from ucformat.storage.base import Store
 
-__all__ = ["PerRankValues", "put_objects"]
+__all__ = ["PerRankValues", "copy_per_rank", "encode_range", "put_objects", "put_ranges"]
 
 _CRC = 4  # bytes of a checksum, after each range and after the index
 
 
-def put_objects(
-    store: Store, folder: str, objects: Mapping[str, Any], per_rank: Mapping[str, Sequence[Any]]
-) -> dict[str, Any]:
-    """Write the non-tensor values of a checkpoint.
+def put_objects(store: Store, folder: str, objects: Mapping[str, Any]) -> FileDoc:
+    """Write the non-tensor values that all ranks share.
 
     Args:
         store: the store to write to.
         folder: the folder of the checkpoint's objects.
-        objects: the values that all ranks share, in JSON form, by name.
-        per_rank: those that each rank has as its own, by name: each a value for every rank.
+        objects: the values in JSON form, by name.
 
     Returns:
-        The entries of the files in the manifest, by the names that they have there.
+        The file's entry in the manifest.
     """
-    shared = put_file(store, f"{folder}/objects.json", dumps(dict(objects), indent=1).encode())
-    return {"objects": shared, "per_rank": _put_per_rank(store, folder, per_rank) if per_rank else None}
+    return put_file(store, f"{folder}/objects.json", dumps(dict(objects), indent=1).encode())
 
 
-def _put_per_rank(store: Store, folder: str, values: Mapping[str, Sequence[Any]]) -> PerRankDoc:
-    ranges = [dumps(dict(zip(values, of_rank, strict=True))).encode() for of_rank in zip(*values.values(), strict=True)]
+def encode_range(values: Mapping[str, Any]) -> bytes:
+    """Encode the values that a rank has as its own, as its range of a file.
+
+    Args:
+        values: in JSON form, by name.
+    """
+    return _sealed(dumps(dict(values)).encode())
+
+
+def put_ranges(store: Store, folder: str, first: int, ranges: Sequence[bytes]) -> RangesDoc:
+    """Write the values of consecutive ranks.
+
+    Args:
+        store: the store to write to.
+        folder: the folder of the checkpoint's objects.
+        first: the number of the first rank.
+        ranges: of each rank, as `encode_range` returns it.
+
+    Returns:
+        The file's entry in the manifest.
+    """
     index = np.empty((len(ranges), 2), "<u8")
-    index[:, 1] = sizes = np.array([len(r) + _CRC for r in ranges], "<u8")
+    index[:, 1] = sizes = np.array([len(r) for r in ranges], "<u8")
     index[:, 0] = np.cumsum(sizes) - sizes
-    file = put_file(store, f"{folder}/per_rank.bin", b"".join(map(_sealed, [*ranges, index.tobytes()])))
-    return PerRankDoc(path=file.path, nbytes=file.nbytes, digest=file.digest, ranks=len(ranges), names=tuple(values))
+    file = put_file(store, _key(folder, first), b"".join([*ranges, _sealed(index.tobytes())]))
+    return RangesDoc(**file.model_dump(), first=first, ranks=len(ranges))
+
+
+def copy_per_rank(source: Universal | None, store: Store, folder: str) -> PerRankDoc | None:
+    """Copy the files with the values of each rank from another checkpoint, after comparing them with their digests.
+
+    Args:
+        source: the other checkpoint; None if it is of another format, which has no such files.
+        store: the store to write to.
+        folder: the folder of the checkpoint's objects.
+
+    Returns:
+        Their entry in the manifest; None if there are none.
+    """
+    if source is None or source.manifest.per_rank is None:
+        return None
+    doc = source.manifest.per_rank
+    files = []
+    for file in doc.files:
+        copied = put_file(store, _key(folder, file.first), source.read_file(file))
+        files.append(file.model_copy(update={"path": copied.path}))
+    return doc.model_copy(update={"files": tuple(files)})
+
+
+def _key(folder: str, first: int) -> str:
+    return f"{folder}/per_rank-{first:05}.bin"
 
 
 def _sealed(data: bytes) -> bytes:
@@ -64,8 +107,9 @@ class PerRankValues(Mapping[str, Sequence[Any]]):
     """The values of all ranks in JSON form, by name: `values[name][rank]` reads no more than the values of a rank."""
 
     def __init__(self, source: Universal, doc: PerRankDoc) -> None:
-        self._source, self._doc = source, doc
-        self._known: dict[int, dict[str, Any]] = {}
+        self._doc = doc
+        names = frozenset(doc.names)
+        self._files = [_Ranges(source, file, names) for file in doc.files]
 
     def __getitem__(self, name: str) -> Sequence[Any]:
         if name not in self._doc.names:
@@ -79,7 +123,7 @@ class PerRankValues(Mapping[str, Sequence[Any]]):
         return len(self._doc.names)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Read the values of a rank, by name.
+        """Read the values of a rank, by name; a name that it lacks has none.
 
         Args:
             rank: its number, from 0.
@@ -88,34 +132,59 @@ class PerRankValues(Mapping[str, Sequence[Any]]):
             MissingData: the file is missing.
             IntegrityError: it is damaged.
         """
+        return self._with(rank).of_rank(rank)
+
+    def read(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """Read the values of several ranks, and check the digests of the files that have them.
+
+        Args:
+            ranks: their numbers, from 0.
+
+        Raises:
+            MissingData: a file is missing.
+            IntegrityError: one is damaged.
+        """
+        files = [*map(self._with, ranks)]
+        for file in dict.fromkeys(files):
+            file.read_all()
+        return [file.of_rank(rank) for file, rank in zip(files, ranks, strict=True)]
+
+    def _with(self, rank: int) -> _Ranges:
+        return self._files[bisect_right(self._files, rank, key=attrgetter("doc.first")) - 1]
+
+
+class _Ranges:
+    """A file with the values of consecutive ranks."""
+
+    def __init__(self, source: Universal, doc: RangesDoc, names: frozenset[str]) -> None:
+        self._source, self.doc, self._names = source, doc, names
+        self._end = doc.nbytes - 16 * doc.ranks - _CRC  # of the last range; positive, because the manifest was checked
+        self._known: dict[int, dict[str, Any]] = {}
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """The values of a rank."""
         if rank not in self._known:
-            begin, end = self._bounds[rank : rank + 2]
-            self._known[rank] = self._decoded(self._source.read_range(self._doc, begin, end - begin))
+            number = rank - self.doc.first
+            begin, end = self._bounds[number : number + 2]
+            self._known[rank] = self._decoded(self._source.read_range(self.doc, begin, end - begin))
         return self._known[rank]
 
     def read_all(self) -> None:
-        """Read the values of all ranks, and check the digest of the file.
-
-        Raises:
-            MissingData: the file is missing.
-            IntegrityError: it is damaged.
-        """
-        if len(self._known) < self._doc.ranks:
-            data, bounds = self._source.read_file(self._doc), self._bounds
-            each = (data[begin:end] for begin, end in pairwise(bounds))
-            self._known = dict(enumerate(map(self._decoded, each)))
+        """Read the values of all its ranks, and check the digest of the file."""
+        if len(self._known) < self.doc.ranks:
+            data = self._source.read_file(self.doc)
+            each = (data[begin:end] for begin, end in pairwise(self._indexed(data[self._end :])))
+            self._known = dict(enumerate(map(self._decoded, each), self.doc.first))
 
     @cached_property
     def _bounds(self) -> list[int]:
         """Where the range of each rank begins, and the last one ends."""
-        nbytes = 16 * self._doc.ranks + _CRC
-        end = self._doc.nbytes - nbytes
-        if end < 0:
-            raise self._damaged("is too small for its index")
-        index = np.frombuffer(self._checked(self._source.read_range(self._doc, end, nbytes)), "<u8").reshape(-1, 2)
-        stops = np.cumsum(index[:, 1], dtype="<u8")
-        bounds = [0, *stops.tolist()]
-        if not np.array_equal(index[:, 0], bounds[:-1]) or bounds != sorted(bounds) or bounds[-1] != end:
+        return self._indexed(self._source.read_range(self.doc, self._end, self.doc.nbytes - self._end))
+
+    def _indexed(self, data: bytes) -> list[int]:
+        index = np.frombuffer(self._checked(data), "<u8").reshape(-1, 2)
+        bounds = [0, *np.cumsum(index[:, 1], dtype="<u8").tolist()]
+        if not np.array_equal(index[:, 0], bounds[:-1]) or bounds != sorted(bounds) or bounds[-1] != self._end:
             raise self._damaged("has an index with gaps or overlaps")
         return bounds
 
@@ -125,20 +194,20 @@ class PerRankValues(Mapping[str, Sequence[Any]]):
         return data[:-_CRC]
 
     def _decoded(self, data: bytes) -> dict[str, Any]:
-        found = json_object(self._checked(data), f"{self._source.store.url}/{self._doc.path}")
-        if not found.keys() >= set(self._doc.names):
-            raise self._damaged("lacks values that the manifest names")
+        found = json_object(self._checked(data), f"{self._source.store.url}/{self.doc.path}")
+        if not found.keys() <= self._names:
+            raise self._damaged("has values that the manifest does not name")
         return found
 
     def _damaged(self, what: str) -> IntegrityError:
         return IntegrityError(
-            f"{self._source.store.url}/{self._doc.path}, with the values of each rank, {what}",
+            f"{self._source.store.url}/{self.doc.path}, with the values of each rank, {what}",
             hint="restore it from another copy of the checkpoint",
         )
 
 
 class _OfName(Sequence[Any]):
-    """The value of each rank under one name."""
+    """The value of each rank under one name; None of a rank that has none."""
 
     def __init__(self, values: PerRankValues, name: str, ranks: int) -> None:
         self._values, self._name, self._ranks = values, name, ranks
@@ -150,9 +219,8 @@ class _OfName(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         ranks = range(self._ranks)[index]
         if isinstance(ranks, int):
-            return self._values.of_rank(ranks)[self._name]
-        self._values.read_all()
-        return [self._values.of_rank(rank)[self._name] for rank in ranks]
+            return self._values.of_rank(ranks).get(self._name)
+        return [values.get(self._name) for values in self._values.read(ranks)]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self[:])

@@ -26,7 +26,7 @@ from ucformat.schema.values import loads
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ucformat.schema.manifest import SidecarDoc
+    from ucformat.schema.manifest import PerRankDoc, SidecarDoc
     from ucformat.schema.tensors import KindDoc, TensorTable
     from ucformat.storage.base import Store
 
@@ -38,6 +38,7 @@ __all__ = [
     "manifest_bytes",
     "manifest_problems",
     "parse_manifest",
+    "per_rank_problems",
     "read_manifest",
     "refuse",
 ]
@@ -50,6 +51,7 @@ MAX_EDGE = 1 << 62
 
 _MAX_DIMS = 64  # torch's own limit
 _NAMED = 5  # problems that an error names
+_RANGE_BYTES = 22  # of the values of a rank, at least: `{}`, its checksum, and its entry in the index
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,8 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
         elif of not in stored:
             target = "another alias" if of in manifest.aliases else "not stored"
             yield Problem(MANIFEST, f"{name!r} is an alias of {of!r}, which is {target}")
+    if manifest.per_rank is not None:
+        yield from per_rank_problems(manifest.per_rank)
     if manifest.sidecar is not None:
         yield from _sources(manifest.sidecar)
 
@@ -277,6 +281,26 @@ def _kind(kind: KindDoc, *, has_sidecar: bool) -> str | None:
         return None
     count = Grid(shape, chunk, shard, ITEMSIZE[kind.dtype]).count
     return f"the manifest gives it an invalid number of shards ({count})" if count > MAX_SHARDS else None
+
+
+def per_rank_problems(doc: PerRankDoc) -> Iterator[Problem]:
+    """Find out why the files with the values of ranks do not have those of each rank once.
+
+    Args:
+        doc: their entry in the manifest.
+    """
+    if len(set(doc.names)) < len(doc.names):
+        yield Problem(MANIFEST, "the manifest lists a name of values of ranks twice")
+    end = 0
+    for file in doc.files:
+        path = repr(file.path[:200])
+        if file.first != end:
+            yield Problem(MANIFEST, f"{path} has the values of ranks from {file.first} on, not from {end} on")
+        if file.nbytes < _RANGE_BYTES * file.ranks + 4:
+            yield Problem(MANIFEST, f"{path} has {file.nbytes} bytes, too few for the values of {file.ranks} ranks")
+        end = file.first + file.ranks
+    if end != doc.ranks:
+        yield Problem(MANIFEST, f"the manifest has files with the values of {end} ranks, and {doc.ranks} ranks")
 
 
 def _sources(doc: SidecarDoc) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ from ucformat.format.arrays import (
     shard_key,
 )
 from ucformat.format.commit import begin, commit, give_up, new_id
-from ucformat.format.objects import put_objects
+from ucformat.format.objects import copy_per_rank, put_objects
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.format.universal import Universal, group_docs, paths_of
 from ucformat.geometry.tensor import Key, Piece
@@ -278,8 +278,7 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
     These are the last reads of the source; its files must still be the ones that were opened.
     """
     objects, assets = attempt.folder("objects"), attempt.folder("assets")
-    names = {t.name for t in tensors}
-    keys = [Key(t.name, t.state) for t in tensors]
+    names, keys = {t.name for t in tensors}, [Key(t.name, t.state) for t in tensors]
     spread = spread_of(source.viewed, keys)
     values = {**source.objects, "spread": spread} if spread else source.objects
     made = Manifest(
@@ -296,7 +295,8 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         groups=group_docs(source.metadata),
         lineage=lineage_from(source, keys),
         aliases={a: n for a, n in source.aliases.items() if n in names},
-        **put_objects(store, objects, values, source.per_rank),
+        objects=put_objects(store, objects, values),
+        per_rank=copy_per_rank(source.universal, store, objects),
         assets={
             name: put_file(store, f"{assets}/{folder}", source.assets[name])
             for name, folder in folder_names(source.assets).items()

@@ -19,6 +19,8 @@ __all__ = [
     "GroupDoc",
     "LineageDoc",
     "Manifest",
+    "PerRankDoc",
+    "RangesDoc",
     "SidecarDoc",
     "SourceFileDoc",
     "WriterDoc",
@@ -36,6 +38,9 @@ ATTEMPT = "[0-9a-f]{20}"
 
 #: The greatest count of commits: every database and every JSON reader is exact up to it.
 MOST_COMMITS = 2**53 - 1
+
+#: The most ranks that save one checkpoint.
+MAX_RANKS = 1 << 20
 
 Edge = Annotated[int, Field(ge=1)]
 Commits = Annotated[int, Field(ge=1, le=MOST_COMMITS)]
@@ -60,11 +65,19 @@ class FileDoc(_Document):
     digest: Digest
 
 
-class PerRankDoc(FileDoc):
-    """The file with the values that each of the `ranks` that saved has, under each of these names."""
+class RangesDoc(FileDoc):
+    """A file with the values of `ranks` consecutive ranks, from number `first` on: a range for each."""
 
-    ranks: Size
+    first: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+
+
+class PerRankDoc(_Document):
+    """The values that the `ranks` that saved have as their own, under these names; the files are in order of ranks."""
+
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
     names: tuple[str, ...]
+    files: tuple[RangesDoc, ...]
 
 
 class SourceFileDoc(_Document):
@@ -177,7 +190,8 @@ class Manifest(_Document):
     @property
     def files(self) -> tuple[FileDoc, ...]:
         """The files that it lists besides those of tensors: assets, objects, values of ranks, and the sidecar."""
-        found = (*self.assets.values(), self.objects, self.per_rank, self.sidecar)
+        of_ranks = () if self.per_rank is None else self.per_rank.files
+        found = (*self.assets.values(), self.objects, *of_ranks, self.sidecar)
         return tuple(doc for doc in found if doc is not None)
 
     @property

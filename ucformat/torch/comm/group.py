@@ -16,7 +16,7 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +68,8 @@ class Group:
         self._channels = channels  # by name; shared by all channels of these connections
         self.rank, self.size, self.timeout = place.rank, place.size, links.timeout
         self.cache = links.cache  # what callers keep from one call to the next, as long as the connections exist
-        self._turn = threading.Lock()
-        self._users, self._counting = 0, threading.Lock()
-        self._contested = False
+        self._turn, self._counting = threading.Lock(), threading.Lock()
+        self._users, self._contested = 0, False
         return self
 
     @property
@@ -181,8 +180,7 @@ class Group:
             mine = self._encoded(value, kind)
         bundles = self._bundles()
         if parent >= 0:
-            parts = [*pack([mine]), *(memoryview(b) for b in bundles)]
-            self.links.send(parent, 2 * self._number, parts)
+            self.links.send(parent, 2 * self._number, [*pack([mine]), *(memoryview(b) for b in bundles)])
             return self._answered(answer_kind)
 
         def answer() -> Sequence[Any]:
@@ -194,7 +192,13 @@ class Group:
         return self._answer(answer, answer_kind)
 
     def combine(
-        self, value: Any, merge: _Merge = None, kind: Any = None, then: _Then = None, answer_kind: Any = None
+        self,
+        value: Any,
+        merge: _Merge = None,
+        kind: Any = None,
+        then: _Then = None,
+        answer_kind: Any = None,
+        relay: _Then = None,
     ) -> Any:
         """Merge the values of all ranks on the way to rank 0, and return the result on every rank.
 
@@ -205,6 +209,8 @@ class Group:
             kind: the type of the values and of merged values, as for `gather_scatter`.
             then: called on rank 0 with the result; returns what all ranks get instead, or `Addressed`.
             answer_kind: the type of what `then` returns.
+            relay: called on every other rank with the merged values of its subtree; returns what its parent gets
+                instead. An error is raised on all ranks, with the number of that rank in its message.
         """
         mine, bundles = self._own(value), self._bundles()
         kind = kind if merge else None
@@ -222,7 +228,7 @@ class Group:
             return self._answer(answer, answer_kind if then else kind)
         try:
             records = [mine, *unpack(*bundles)]
-            part = failures(records, self.call) or [self._encoded(merged(records), kind)]
+            part = failures(records, self.call) or [self._encoded(merged(records), kind, relay)]
         except Exception as error:  # noqa: BLE001 - raised on all ranks
             part = [Record(self.rank, True, self.call, encode(error, BaseException))]
         self.links.send(self._place.parent, 2 * self._number, pack(part))
@@ -244,11 +250,11 @@ class Group:
         told = decode(encode(error, BaseException), BaseException)  # as the other ranks know it
         return Record(self.rank, True, self.call, encode(name_rank(self.rank, told, self.size), BaseException))
 
-    def _encoded(self, value: Any, kind: Any) -> Record:
-        """The record of a value; of an error if it cannot be encoded."""
+    def _encoded(self, value: Any, kind: Any, relay: _Then = None) -> Record:
+        """The record of a value, or of what `relay` makes of it; of an error if that or the encoding fails."""
         try:
-            return Record(self.rank, False, self.call, encode(value, kind))
-        except UsageError as error:
+            return Record(self.rank, False, self.call, encode(relay(value) if relay else value, kind))
+        except Exception as error:  # noqa: BLE001 - raised on all ranks
             return self._failed(error)
 
     def _bundles(self) -> list[bytearray]:  # of the children
@@ -384,11 +390,9 @@ def group_for_call(process_group: dist.ProcessGroup | None, timeout: float, call
         url: what it works on.
     """
     group = group_of(process_group, timeout, f"{call} {url}")
-    if threading.current_thread() is threading.main_thread():
+    alone = threading.current_thread() is threading.main_thread()
+    with nullcontext() if alone else group.exclusive():
         yield group
-    else:
-        with group.exclusive():
-            yield group
 
 
 def is_live(links: Links) -> bool:

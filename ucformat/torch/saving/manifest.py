@@ -16,14 +16,24 @@ from ucformat.format.commit import new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.distribution import Distribution, RankMesh
 from ucformat.format.objects import put_objects
+from ucformat.format.structure import per_rank_problems, refuse
 from ucformat.format.universal import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import Place, path_to_json
-from ucformat.schema.manifest import MOST_COMMITS, GroupDoc, LineageDoc, Manifest, SidecarDoc, WriterDoc
+from ucformat.schema.manifest import (
+    MOST_COMMITS,
+    GroupDoc,
+    LineageDoc,
+    Manifest,
+    PerRankDoc,
+    SidecarDoc,
+    WriterDoc,
+)
 from ucformat.schema.tensors import TensorTable
 from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import encode, message
+from ucformat.torch.saving.rank_values import RankValues
 from ucformat.torch.saving.write import Leaves, sidecar_of
 
 if TYPE_CHECKING:
@@ -168,14 +178,13 @@ def _numbered(mesh: RankMesh, number_of: Mapping[int, int]) -> RankMesh | None:
 
 @message
 class RankReport:
-    """What one rank reports that differs between ranks: per-rank values, bytes, and seconds.
+    """What one rank reports that differs between ranks: bytes and seconds.
 
     `state` is the digest of what it reports besides, which is the same on most ranks.
     """
 
     rank: int
     state: bytes
-    values: Mapping[str, Any]
     nbytes: int
     seconds: float
     stall: float
@@ -190,12 +199,14 @@ class WriteReport:
         objects: those that these ranks provide.
         states: what is the same on several ranks, by its digest.
         ranks: what is not.
+        values: those that each rank has as its own.
     """
 
     leaves: Leaves
     objects: Mapping[str, Any]
     states: Mapping[bytes, StateInfo]
     ranks: tuple[RankReport, ...]
+    values: RankValues
 
 
 def write_report(
@@ -216,20 +227,23 @@ def write_report(
         (), {}, {}, state.groups, state.aliases, state.layout, state.engine, places=state.places
     )  # without what the plan or rank 0 has anyway
     digest = hashlib.sha256(encode(shared, StateInfo)).digest()[:16]
-    return WriteReport(
-        leaves, objects, {digest: shared}, (RankReport(rank, digest, state.ranks, nbytes, seconds, stall),)
-    )
+    mine, values = RankReport(rank, digest, nbytes, seconds, stall), RankValues.of(rank, state.ranks)
+    return WriteReport(leaves, objects, {digest: shared}, (mine,), values)
 
 
 def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
     """Return what the ranks of two reports report together.
 
     Args:
-        a: of some ranks.
-        b: of others.
+        a: of some consecutive ranks.
+        b: of those that follow.
     """
     return WriteReport(
-        [*a.leaves, *b.leaves], {**a.objects, **b.objects}, {**a.states, **b.states}, (*a.ranks, *b.ranks)
+        [*a.leaves, *b.leaves],
+        {**a.objects, **b.objects},
+        {**a.states, **b.states},
+        (*a.ranks, *b.ranks),
+        a.values.merged(b.values),
     )
 
 
@@ -268,8 +282,7 @@ def manifest_of(
         tensors = TensorTable.of(replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows)
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
-    names = dict.fromkeys(name for r in ranks for name in r.values)
-    per_rank = {name: [r.values.get(name) for r in ranks] for name in names}
+    objects = f"objects/{attempt.id}"
     return Manifest(
         id=new_id(),
         attempt=attempt.id,
@@ -288,7 +301,8 @@ def manifest_of(
         groups=_groups(states),
         lineage=metadata.lineage,
         aliases={a: n for s in states for a, n in s.aliases.items()},
-        **put_objects(store, f"objects/{attempt.id}", written.objects, per_rank),
+        objects=put_objects(store, objects, written.objects),
+        per_rank=_per_rank(store, objects, written.values, len(ranks)),
         sidecar=sidecar,
         grid=grid,
         writers=tuple(
@@ -296,6 +310,15 @@ def manifest_of(
         ),
         tensors=tensors,
     )
+
+
+def _per_rank(store: Store, folder: str, values: RankValues, ranks: int) -> PerRankDoc | None:
+    """Write the values of ranks that are in no file, and return the entry of all; None if there are no values."""
+    if not values.names:
+        return None
+    doc = PerRankDoc(ranks=ranks, names=values.names, files=values.write(store, folder))
+    refuse(store.url, per_rank_problems(doc))  # ranks put the values together, and one may have made a mistake
+    return doc
 
 
 def slowest(ranks: Sequence[RankReport]) -> list[RankReport]:

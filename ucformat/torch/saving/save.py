@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.errors import Uncertain
@@ -110,6 +111,9 @@ def write_checkpoint(
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         written = error
 
+    def relay(report: WriteReport) -> WriteReport:
+        return replace(report, values=report.values.relieved(store, f"objects/{assignment.attempt}"))
+
     needed = False  # whether the files belong to a checkpoint that is, or may be, committed
 
     def committed(all_written: WriteReport) -> str:
@@ -126,7 +130,7 @@ def write_checkpoint(
         return done.id
 
     try:
-        checkpoint: str = group.combine(written, merge_reports, WriteReport, committed, str)
+        checkpoint: str = group.combine(written, merge_reports, WriteReport, committed, str, relay)
     except BaseException:
         if attempt is not None and group.intact and not needed:
             discard(store, attempt.id)
