@@ -13,14 +13,17 @@ import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.forkserver import Program
 from tests.forkserver import run as forked
 from tests.patience import PATIENCE
 from tests.torch.running import MODULES, environment
 
-__all__ = ["KILLED", "Ranks"]
+if TYPE_CHECKING:
+    from ucformat.torch.comm.group import Group
+
+__all__ = ["KILLED", "Ranks", "all_gather"]
 
 #: What a rank that was killed gives.
 KILLED = "killed"
@@ -50,6 +53,12 @@ class Ranks:
         log = (folder / f"rank-{rank}.log").read_text(errors="replace")
         assert code == 0, f"{scenario}: rank {rank} ended with {code}:\n{log[-4000:]}"
         return pickle.loads((folder / f"rank-{rank}.pickle").read_bytes())  # noqa: S301
+
+
+def all_gather(group: Group, value: Any, kind: Any = Any) -> list[Any]:
+    """The values of all ranks of one of our groups, on every rank."""
+    found: list[Any] = group.gather_scatter(value, lambda values: [values] * group.size, kind, list[kind])
+    return found
 
 
 def main(module: str, scenario: str, folder: Path, store: str, arguments: dict[str, Any]) -> None:

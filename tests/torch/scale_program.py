@@ -17,6 +17,7 @@ import torch.distributed as dist
 import ucformat
 from tests.patience import PATIENCE, wait_until
 from tests.torch.many_ranks import LAYOUTS, holds, state_of
+from tests.torch.ranks import all_gather
 from ucformat.errors import Conflict, UcformatError
 from ucformat.torch.comm.group import Group
 from ucformat.torch.comm.tree import connect_by_store
@@ -65,7 +66,7 @@ def error_of(act: Any) -> list[str]:
 def collectives() -> Any:
     """Each kind of collective, errors of some rank in the middle, and bulk data between any ranks."""
     group, before, requests = connected()
-    everybody = group.all_gather((RANK, b"x" * RANK), tuple[int, bytes])
+    everybody = all_gather(group, (RANK, b"x" * RANK), tuple[int, bytes])
     mine = group.gather_scatter(RANK, lambda values: [10 * v for v in values], int, int)
     joined = group.combine([RANK], lambda a, b: a + b, list[int])
     top = group.combine(RANK, max, int, lambda most: f"of {most}", str)
@@ -147,7 +148,7 @@ def stopped(doomed: int, place: str) -> Any:
     """Rank `doomed` is stopped until all others have learnt it; then it is killed."""
     group, _, _ = connected()
     told = [Path(place) / f"told-{rank}" for rank in range(SIZE) if rank != doomed]
-    pids = group.all_gather(os.getpid(), int)
+    pids = all_gather(group, os.getpid(), int)
     group.links.timeout = 3.0
     if doomed == RANK:
         threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()

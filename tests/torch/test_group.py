@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.patience import PATIENCE
+from tests.torch.ranks import all_gather
 from ucformat.errors import Conflict, UcformatError
 from ucformat.torch.comm import connections, links, tree
 from ucformat.torch.comm.group import Group, group_of, single_process_group
@@ -48,7 +49,7 @@ def together(size: int, act: Callable[[Group], Any], connect: Callable[..., Link
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_values_are_gathered_and_answered(size: int) -> None:
     def act(group: Group) -> Any:
-        everybody = group.all_gather((group.rank, b"x" * 10**6), tuple[int, bytes])
+        everybody = all_gather(group, (group.rank, b"x" * 10**6), tuple[int, bytes])
         mine = group.gather_scatter(group.rank, lambda values: [10 * v for v in values], int, int)
         return [rank for rank, _ in everybody], mine
 
@@ -181,16 +182,16 @@ def test_only_memory_of_a_fixed_size_is_mapped() -> None:
 def test_an_error_of_one_is_raised_on_all_and_names_it(failing: int) -> None:
     def act(group: Group) -> Any:
         try:
-            group.all_gather(Conflict("taken", hint="go away") if group.rank == failing else None)
+            all_gather(group, Conflict("taken", hint="go away") if group.rank == failing else None)
         except Conflict as error:
-            return error.message, error.hint, group.all_gather(group.rank)
+            return error.message, error.hint, all_gather(group, group.rank)
         return None
 
     assert together(3, act) == [(f"rank {failing}: taken", "go away", [0, 1, 2])] * 3
 
 
 def test_of_several_errors_the_first_ranks_is_raised() -> None:
-    found = together(3, lambda group: group.all_gather(ValueError("bad") if group.rank else None))
+    found = together(3, lambda group: all_gather(group, ValueError("bad") if group.rank else None))
     assert [(type(e), e.message) for e in found] == [(UcformatError, "rank 1: ValueError: bad")] * 3
     assert found[0].hint == "see the traceback in the log of that rank"
 
@@ -212,7 +213,7 @@ class Unreadable(Exception):
 
 @pytest.mark.parametrize("error", [OSError("odd"), Unreadable("very", "odd")], ids=repr)
 def test_errors_of_other_kinds_are_told_by_their_words(error: Exception) -> None:
-    found = together(2, lambda group: group.all_gather(error if group.rank else None))
+    found = together(2, lambda group: all_gather(group, error if group.rank else None))
     assert all(isinstance(e, UcformatError) for e in found)
     assert all("rank 1" in str(e) and "odd" in str(e) for e in found)
 
@@ -220,14 +221,14 @@ def test_errors_of_other_kinds_are_told_by_their_words(error: Exception) -> None
 def test_one_rank_alone_raises_its_error_as_it_is() -> None:
     error = ValueError("mine")
     with pytest.raises(ValueError, match="mine") as caught:
-        single_process_group().all_gather(error)
+        all_gather(single_process_group(), error)
     assert caught.value is error
     single_process_group().send(np.ones(3, np.uint8), 0)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_what_cannot_be_told_is_an_error_on_all(odd: int) -> None:
-    found = together(2, lambda group: group.all_gather(object() if group.rank == odd else 1))
+    found = together(2, lambda group: all_gather(group, object() if group.rank == odd else 1))
     assert all("cannot be sent to other ranks: it is a object" in e.message for e in found)
 
 
@@ -236,7 +237,7 @@ def test_what_fails_before_a_meeting_is_told_at_the_meeting() -> None:
         with group.sharing_errors():
             if group.rank == 1:
                 raise Conflict("too early")
-        return group.all_gather(group.rank)
+        return all_gather(group, group.rank)
 
     found = together(3, act)
     assert [(type(e), e.message) for e in found] == [(Conflict, "rank 1: too early")] * 3
@@ -261,7 +262,7 @@ def test_a_silent_rank_is_named_after_the_time_out(silent: int) -> None:
             return [over.acquire(timeout=PATIENCE) for _ in range(2)]
         be_impatient(group.links, silent)
         try:
-            group.all_gather(None)
+            all_gather(group, None)
         except UcformatError as error:
             return error, group.intact
         finally:
@@ -277,12 +278,12 @@ def test_a_silent_rank_is_named_after_the_time_out(silent: int) -> None:
 
 def test_a_broken_group_says_so_and_a_new_one_is_made() -> None:
     def act(group: Group) -> Any:
-        group.all_gather(None)
+        all_gather(group, None)
         if group.rank:
             group.links.end()
             return None
         with pytest.raises(UcformatError, match="rank 1"):
-            group.all_gather(None)
+            all_gather(group, None)
         return group.intact
 
     assert together(2, act) == [False, None]
@@ -291,4 +292,4 @@ def test_a_broken_group_says_so_and_a_new_one_is_made() -> None:
 def test_without_torch_distributed_there_is_one_rank() -> None:
     group = group_of()
     assert (group.rank, group.size, group.intact) == (0, 1, True)
-    assert group.all_gather("x") == ["x"]
+    assert all_gather(group, "x") == ["x"]

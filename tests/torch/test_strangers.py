@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ucformat
 from tests.patience import PATIENCE, wait_until
 from tests.torch.attack import Attack
-from tests.torch.ranks import Ranks
+from tests.torch.ranks import Ranks, all_gather
 from tests.torch.strangers_program import said_by_strangers
 from ucformat.errors import IntegrityError, UcformatError
 from ucformat.torch.comm import handshake, tree
@@ -58,7 +58,7 @@ def talk(found: list[Links]) -> None:
     """All ranks exchange messages, also those that are not connected yet; all connections end then."""
     groups = [Group(one) for one in found]
     with ThreadPoolExecutor(len(groups)) as pool:
-        everybody = list(pool.map(lambda g: g.all_gather(g.rank, int), groups))
+        everybody = list(pool.map(lambda g: all_gather(g, g.rank, int), groups))
         assert everybody == [list(range(len(found)))] * len(found)
         list(pool.map(lambda g: g.send(np.ones(1, np.uint8), (g.rank + 1) % g.size), groups))
         list(pool.map(lambda g: g.receive(np.zeros(1, np.uint8), (g.rank - 1) % g.size), groups))
@@ -289,7 +289,7 @@ def test_a_rank_that_sends_a_pickle_is_refused(tmp_path: Path) -> None:
             if number:
                 one.send(np.frombuffer(pickle.dumps(Attack(tmp_path / "ran")), np.uint8), 0)
                 return one._answered(list[int])
-            return one.all_gather(1, int)
+            return all_gather(one, 1, int)
         except UcformatError as error:
             return error
 

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.patience import PATIENCE, wait_until
 from tests.torch.faults_program import SMALL, TIMEOUT, error_of, guard_writers, state_of
+from tests.torch.ranks import all_gather
 from ucformat.torch import Writer, async_save, load, save
 from ucformat.torch.comm.group import Group, group_of
 from ucformat.torch.saving import background
@@ -200,7 +201,7 @@ def forked(folder: Path) -> Any:
             os._exit(code)
     _, status = os.waitpid(pid, 0)
     hold.unlink()
-    return os.waitstatus_to_exitcode(status), handle.wait(PATIENCE).id, group_of().all_gather(dist.get_rank())
+    return os.waitstatus_to_exitcode(status), handle.wait(PATIENCE).id, all_gather(group_of(), dist.get_rank())
 
 
 def on_two_hosts() -> None:

@@ -315,16 +315,6 @@ class Group:
             self.gather_scatter(error, list)
             raise
 
-    def all_gather(self, value: Any, kind: Any = Any) -> list[Any]:
-        """Gather the values of all ranks on every rank.
-
-        Args:
-            value: of this rank; an exception is raised on all ranks.
-            kind: the type of the values, as for `gather_scatter`.
-        """
-        found: list[Any] = self.gather_scatter(value, lambda values: [values] * self.size, kind, list[kind])
-        return found
-
 
 def single_process_group() -> Group:
     """Return a group that consists of this process alone."""
