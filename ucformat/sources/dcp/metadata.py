@@ -45,6 +45,7 @@ __all__ = ["Items", "Metadata", "TensorEntry", "read_metadata"]
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _MAX_METADATA = 2 << 30  # bytes; 10^6 chunks take about 300 MB
 _MAX_DIMS = 64  # torch's own limit
+_MAX_SIZE = 1 << 62  # of a dim, an offset or a file
 _MAX_PARTS, _MAX_CHARS = 64, 16 << 10  # parts and characters of a path; characters of a file's name
 
 
@@ -106,9 +107,9 @@ def _parse(key: str, root: Any, size: int) -> Metadata:
     if not isinstance(root, Inert) or root.name.rpartition(".")[2] != "Metadata" or not isinstance(root.state, dict):
         raise IntegrityError(f"{key} is not the metadata of a checkpoint, but {_brief(root)}")
     meta = Metadata(key, root, chunks=size)
-    _entries(meta, root.get("state_dict_metadata"))
-    _paths(meta, root.get("planner_data"))
-    _storage(meta, root.get("storage_data"), key.removesuffix(METADATA))
+    _entries(meta, root.state.pop("state_dict_metadata", None))  # which are large: only what is made of them is kept
+    _paths(meta, root.state.pop("planner_data", None))
+    _storage(meta, root.state.pop("storage_data", None), key.removesuffix(METADATA))
     return meta
 
 
@@ -136,12 +137,13 @@ def _tensor(meta: Metadata, fqn: str, entry: Inert) -> TensorEntry:
     meta.chunks -= len(chunks)
     if meta.chunks < 0:
         raise _damaged(meta, f"lists more chunks, up to those of {fqn}, than fit into it")
-    return TensorEntry(dtype.name, shape, tuple(_box(meta, fqn, chunk, shape) for chunk in chunks))
+    return TensorEntry(dtype.name, shape, tuple([_box(meta, fqn, chunk, shape) for chunk in chunks]))
 
 
 def _box(meta: Metadata, fqn: str, chunk: Any, shape: tuple[int, ...]) -> Box:
-    start: Any = chunk.get("offsets") if isinstance(chunk, Inert) else None
-    sizes: Any = chunk.get("sizes") if isinstance(chunk, Inert) else None
+    found = _attributes(chunk)
+    start: Any = found.get("offsets")
+    sizes: Any = found.get("sizes")
     if not _sizes(start) or not _sizes(sizes) or not len(start) == len(sizes) == len(shape):
         raise _damaged(
             meta, f"has a chunk of {fqn} that is no box of {_brief(shape)}: {_brief(start)}, {_brief(sizes)}"
@@ -149,10 +151,18 @@ def _box(meta: Metadata, fqn: str, chunk: Any, shape: tuple[int, ...]) -> Box:
     return Box(start, sizes)
 
 
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object; none of anything else."""
+    return value.state if isinstance(value, Inert) and isinstance(value.state, dict) else {}
+
+
 def _sizes(value: Any) -> bool:
-    return (
-        isinstance(value, tuple) and len(value) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
-    )
+    if not isinstance(value, tuple) or len(value) > _MAX_DIMS:
+        return False
+    for n in value:  # noqa: SIM110 - a hot loop; all() of a generator takes twice as long
+        if type(n) is not int or not 0 <= n < _MAX_SIZE:
+            return False
+    return True
 
 
 def _paths(meta: Metadata, found: Any) -> None:
@@ -181,24 +191,26 @@ def _paths(meta: Metadata, found: Any) -> None:
 def _storage(meta: Metadata, found: Any, below: str) -> None:
     if not isinstance(found, dict):
         raise _damaged(meta, "has no `storage_data`")
-    known: set[str] = set()
+    keys: dict[str, str] = {}
     for index, info in found.items():
-        fqn, start = (index.get("fqn"), index.get("offset")) if isinstance(index, Inert) else (None, None)
+        entry, place = _attributes(index), _attributes(info)
+        fqn, start = entry.get("fqn"), entry.get("offset")
         if not isinstance(fqn, str) or (start is not None and not _sizes(start)) or not isinstance(info, Inert):
             raise _damaged(meta, f"has a location of {_brief(index)}, which is not an entry")
-        file, offset, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
+        file: Any = place.get("relative_path")
+        offset: Any = place.get("offset")
+        nbytes: Any = place.get("length")
         if not isinstance(file, str) or len(file) > _MAX_CHARS or not _sizes((offset, nbytes)):
             raise _damaged(meta, f"has an invalid location of {fqn}: {_brief(info.state)}")
-        if transforms := info.get("transform_descriptors"):
+        if transforms := place.get("transform_descriptors"):
             raise UnsupportedError(
                 f"{meta.file}: {fqn} was transformed by {_brief(transforms)} when it was saved, so it cannot be read "
                 "in place",
                 hint="load it with torch.distributed.checkpoint, and save it again without stream extensions",
             )
-        if file not in known:
-            check_key(below + file)
-            known.add(file)
-        meta.stored[fqn, start] = ByteRange(below + file, offset, nbytes)
+        if file not in keys:
+            keys[file] = check_key(below + file)
+        meta.stored[fqn, start] = ByteRange(keys[file], offset, nbytes)
 
 
 def _damaged(meta: Metadata, problem: str) -> IntegrityError:
