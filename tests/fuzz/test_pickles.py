@@ -65,6 +65,7 @@ _opcode = (
         [tensor(), storage(), b"\x8b" + struct.pack("<i", 1 << 30), b"X\xff\xff\xff\x7f", b"G" + b"\x7f" * 8]
     )
 )
+opcode_sequences = st.lists(_opcode, max_size=40).map(b"".join)
 
 
 @given(mutated(CORPUS))
@@ -73,7 +74,7 @@ def test_mutated_pickles(data: bytes) -> None:
     check(data)
 
 
-@given(st.lists(_opcode, max_size=40).map(b"".join))
+@given(opcode_sequences)
 @settings(max_examples=150)
 def test_sequences_of_opcodes(body: bytes) -> None:
     check(b"\x80\x02N(" + body + b".")

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "reading": {"schema", "errors", "geometry", "storage"},
     "views": {"schema", "errors", "geometry", "storage", "reading"},
     "format": {"schema", "errors", "geometry", "storage", "reading", "_version"},
-    "sources": {"schema", "errors", "geometry", "storage", "reading"},
+    "sources": {"schema", "errors", "geometry", "storage", "reading", "_native"},
     "checkpoint": {"schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"},
     "references": {"errors", "storage", "views", "checkpoint", "catalog", "settings"},
     "jobs": {

@@ -7,7 +7,6 @@ import datetime as dt
 import os
 import pickle
 import re
-import struct
 import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,12 +15,19 @@ import numpy as np
 import pytest
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from tests.sources.interpreters import INTERPRETERS
 from tests.sources.torch_files import call, glob, integer, pickled, storage, tensor, text, tuple_of
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
+from ucformat.sources.pickle import unpickler
 from ucformat.sources.pickle.stand_ins import Dtype, Inert, NdArray, StoredTensor
 from ucformat.sources.pickle.unpickler import unpickle
 
 STORAGES = {"0": 16, "empty": 0}
+
+
+@pytest.fixture(params=INTERPRETERS, autouse=True)
+def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpickler, "interpret", request.param)
 
 
 def load(data: bytes, **options: Any) -> Any:
@@ -277,10 +283,6 @@ def test_depth_is_no_matter() -> None:
     for _ in range(99_999):
         value = value[0]
     assert value == []
-
-
-def test_a_memo_index_costs_no_memory() -> None:
-    assert load(pickled(b"Nr" + struct.pack("<I", 0xFFFFFFFF))) is None
 
 
 class Met:

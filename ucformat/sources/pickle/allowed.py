@@ -57,9 +57,13 @@ def sizes(value: Any, what: str) -> tuple[int, ...]:
     Raises:
         IntegrityError: it is something else.
     """
-    if not isinstance(value, tuple | list) or any(type(n) is not int or not 0 <= n < _MAX_NUMBER for n in value):
-        raise IntegrityError(f"a tensor has the impossible {what} {reprlib.repr(value)}")
-    return tuple(value)
+    if type(value) is tuple or type(value) is list:
+        for n in value:
+            if type(n) is not int or not 0 <= n < _MAX_NUMBER:
+                break
+        else:
+            return tuple(value)
+    raise IntegrityError(f"a tensor has the impossible {what} {reprlib.repr(value)}")
 
 
 def _tensor(

@@ -1,18 +1,19 @@
-"""A pickle machine that executes nothing: it rebuilds plain values, lazy tensors and stand-ins, and refuses the rest.
+"""Reads pickles and executes nothing: rebuilds plain values, lazy tensors and stand-ins, and refuses the rest.
 
 It is not a subclass of `pickle.Unpickler`, which resolves extension codes from a cache of live objects, sizes its memo
-by an index in the file, and calls the globals that it finds. Here, an opcode that is not in the table below is an
-error; memory and time are proportional to the size of the file, because the copies and hashes of values that are stored
-once and used often are limited; and every failure is an error of this package that names the file.
+by an index in the file, and calls the globals that it finds. Here, an opcode without a meaning is an error; memory and
+time are proportional to the size of the file, because the copies and hashes of values that are stored once and used
+often are limited; and every failure is an error of this package that names the file.
 
 It reads protocols 2 to 5, as torch.save writes them (2 by default). The opcodes are those that Python's `pickletools`
-describes.
+describes. Those that only make plain values, and the stack and the memo, are in `ucformat/_native_pickle.c`, or else in
+`opcodes.py`; here is what calls, states, keys, globals and persistent ids mean.
 """
 
 from __future__ import annotations
 
 import reprlib
-import struct
+from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,11 @@ from ucformat.sources.pickle.stand_ins import (
     StoredTensor,
     Stream,
 )
+
+try:
+    from ucformat._native import interpret
+except ImportError:
+    from ucformat.sources.pickle.opcodes import interpret
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -52,7 +58,7 @@ def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], al
         IntegrityError: the pickle is damaged.
     """
     try:
-        return _Machine(data, storage_nbytes, allow).run()
+        return interpret(data, _Meaning(len(data), storage_nbytes, allow), _CALLS, IntegrityError)
     except UcformatError as error:
         raise type(error)(f"{file}: {error.message}", hint=error.hint) from error
     except MemoryError:  # the limits make sure that the size of the file justifies it
@@ -64,7 +70,6 @@ def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], al
         ) from error
 
 
-_NUMBERS = {form: struct.Struct("<" + form) for form in "HiIQ"}
 _MAX_NAME = 1000  # characters of the name of a global
 # Limits that grow with the file, each with a minimum for small ones:
 _COPIES_PER_BYTE, _MIN_COPIES = 8, 1 << 20  # items that calls may copy, per byte of the file
@@ -72,61 +77,29 @@ _COLLISIONS_PER_BYTE, _MIN_COLLISIONS = 64, 1 << 24  # possible hash collisions,
 _VIEWED_PER_BYTE, _MIN_VIEWED = 64, 1 << 30  # bytes of tensors, per byte of their storages
 _MAX_SMALL = 1024
 _HASH_OF_ADDRESS: Any = object.__hash__
-_HASHING = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
+_HASHING = {
+    *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset", "dict")),
+    *(f"collections.{name}" for name in ("OrderedDict", "Counter", "defaultdict")),
+}
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, PurePosixPath)
 
 
-class _Machine:
-    """The stack, the marks and the memo of one pickle."""
+class _Meaning:
+    """What the opcodes mean that do more than to make a plain value, and how much of it the file justifies."""
 
-    def __init__(self, data: bytes, storage_nbytes: Callable[[str], int], allow: tuple[str, ...]) -> None:
-        self.data, self.at, self.end = data, 0, len(data)
-        self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+    def __init__(self, nbytes: int, storage_nbytes: Callable[[str], int], allow: tuple[str, ...]) -> None:
         self.storage_nbytes, self.allow = storage_nbytes, allow
         self.storages: set[str] = set()
         self.views = _MIN_VIEWED
-        self.copies = max(_MIN_COPIES, _COPIES_PER_BYTE * self.end)
-        self.collisions = max(_MIN_COLLISIONS, _COLLISIONS_PER_BYTE * self.end)
+        self.copies = max(_MIN_COPIES, _COPIES_PER_BYTE * nbytes)
+        self.collisions = max(_MIN_COLLISIONS, _COLLISIONS_PER_BYTE * nbytes)
 
-    def run(self) -> Any:
-        data, table = self.data, _OPCODES
-        while True:
-            opcode = data[self.at]
-            self.at += 1
-            if opcode == 0x2E:  # STOP
-                return self.stack.pop()
-            action = table.get(opcode)
-            if action is None:
-                raise UnsafeError(f"its pickle uses the opcode {bytes([opcode])!r}, which torch.save does not write")
-            action(self)
+    def protocol(self, version: int) -> None:
+        if not 2 <= version <= 5:
+            raise UnsupportedError(f"its pickle has protocol {version}; 2 to 5 are read")
 
-    def take(self, n: int) -> bytes:
-        start = self.at
-        if n < 0 or start + n > self.end:
-            raise IntegrityError("its pickle ends in the middle of a value")
-        self.at = start + n
-        return self.data[start : self.at]
-
-    def number(self, form: str) -> int:
-        if form == "B":  # most numbers are one byte
-            value = self.data[self.at]
-            self.at += 1
-            return value
-        layout = _NUMBERS[form]
-        return int(layout.unpack(self.take(layout.size))[0])
-
-    def line(self) -> str:
-        stop = self.data.index(b"\n", self.at)
-        return self.take(stop + 1 - self.at)[:-1].decode()
-
-    def popped_to_mark(self) -> list[Any]:
-        items, self.stack = self.stack, self.marks.pop()
-        return items
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
+    def number(self, data: bytes) -> int:
+        return int.from_bytes(data, "little", signed=True)
 
     # objects and their contents
 
@@ -137,16 +110,13 @@ class _Machine:
             return Inert(maker.name, args)
         if not isinstance(maker, Maker):
             raise UnsafeError(f"its pickle calls a {type(maker).__name__}, which is not a class")
-        self.copies -= sum(len(a if not isinstance(a, PurePosixPath) else str(a)) for a in args if type(a) in _SIZED)
+        for a in args:
+            if type(a) in _SIZED:
+                self.copies -= len(a if not isinstance(a, PurePosixPath) else str(a))
         if self.copies < 0:
             raise UnsafeError("its pickle copies the same values far more often than any checkpoint needs")
-        kind = maker.name.rpartition(".")[2]
-        if kind in _HASHING:
-            for a in args:
-                if isinstance(a, list | tuple):
-                    self.count_collisions([k[0] if type(k) in (list, tuple) and k else k for k in a], 0)
-                elif isinstance(a, set | frozenset) or (isinstance(a, dict) and kind in ("set", "frozenset")):
-                    self.count_collisions(a, 0)  # a dict that is copied to a dict compares no keys
+        if maker.name in _HASHING:
+            self.count_copied_keys(maker, args)
         made = maker.make(*args)
         if isinstance(made, StoredTensor) and not any(a is made for a in args):
             self.views -= made.nbytes
@@ -155,6 +125,13 @@ class _Machine:
                     "its tensors share storages, or repeat elements, so often that they are far larger than the file"
                 )
         return made
+
+    def count_copied_keys(self, maker: Maker, args: tuple[Any, ...]) -> None:
+        for a in args:
+            if isinstance(a, list | tuple):
+                self.count_collisions([k[0] if type(k) in (list, tuple) and k else k for k in a], 0)
+            elif isinstance(a, set | frozenset) or (isinstance(a, dict) and maker.name.endswith("set")):
+                self.count_collisions(a, 0)  # a dict that is copied to a dict compares no keys
 
     def count_collisions(self, keys: Iterable[Any], held: int) -> None:
         """Limit keys that may all have the same hash: then each is compared with all `held` ones before it.
@@ -173,21 +150,15 @@ class _Machine:
                 "its pickle has more keys that are neither text, objects nor small numbers than any checkpoint needs"
             )
 
-    def reduce(self) -> None:
-        args = self.stack.pop()
-        self.stack[-1] = self.make(self.stack[-1], args)
-
-    def new_with_keywords(self) -> None:
-        keywords, args = self.stack.pop(), self.stack.pop()
-        made = self.make(self.stack[-1], args)
+    def new_with_keywords(self, maker: Any, args: Any, keywords: Any) -> Any:
+        made = self.make(maker, args)
         if keywords:
             if not isinstance(made, Inert):
                 raise UnsafeError("its pickle passes keywords to a plain class")
             made.args = (*made.args, keywords)
-        self.stack[-1] = made
+        return made
 
-    def build(self) -> None:
-        state, target = self.stack.pop(), self.stack[-1]
+    def build(self, target: Any, state: Any) -> Any:
         if isinstance(target, Inert):
             target.state = state
         elif isinstance(target, NumpyDtype):
@@ -205,18 +176,15 @@ class _Machine:
             target.data = state[0]
         elif not isinstance(target, dict | StoredTensor):  # attributes of a state dict or a parameter are not needed
             raise UnsafeError(f"its pickle sets the state of a {type(target).__name__}")
+        return target
 
-    def append(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if isinstance(target, Inert):
-            target.items.extend(items)
-        elif isinstance(target, list):
-            target.extend(items)
-        else:
+    def append(self, target: Any, items: list[Any]) -> Any:
+        if not isinstance(target, Inert):  # nor a list
             raise IntegrityError(f"its pickle appends to a {type(target).__name__}")
+        target.items.extend(items)
+        return target
 
-    def set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
+    def set_items(self, target: Any, items: list[Any]) -> Any:
         if len(items) % 2:
             raise IntegrityError("its pickle has a key without a value")
         if isinstance(target, Inert):
@@ -228,56 +196,33 @@ class _Machine:
                 target[key if type(key) is str else checked_key(key)] = items[i + 1]
         else:
             raise IntegrityError(f"its pickle sets items of a {type(target).__name__}")
+        return target
 
-    def add_items(self) -> None:
-        items = self.popped_to_mark()
-        if not isinstance(self.stack[-1], set):
+    def add_items(self, target: Any, items: list[Any]) -> Any:
+        if not isinstance(target, set):
             raise IntegrityError("its pickle adds members to something other than a set")
-        self.count_collisions(items, len(self.stack[-1]))
-        self.stack[-1].update(map(checked_key, items))
+        self.count_collisions(items, len(target))
+        target.update(map(checked_key, items))
+        return target
 
-    def dictionary(self) -> None:
-        items = self.popped_to_mark()
+    def dictionary(self, items: list[Any]) -> dict[Any, Any]:
         self.count_collisions(items[::2], 0)
-        self.push({checked_key(k): v for k, v in zip(items[::2], items[1::2], strict=True)})
+        return {checked_key(k): v for k, v in zip(items[::2], items[1::2], strict=True)}
 
-    def frozen_set(self) -> None:
-        items = self.popped_to_mark()
+    def frozen_set(self, items: list[Any]) -> frozenset[Any]:
         self.count_collisions(items, 0)
-        self.push(frozenset(map(checked_key, items)))
-
-    def tuple_of(self, n: int) -> None:
-        if len(self.stack) < n:
-            raise IntegrityError("its pickle takes more values than there are")
-        items = tuple(self.stack[len(self.stack) - n :])
-        del self.stack[len(self.stack) - n :]
-        self.push(items)
-
-    def pop_pair(self) -> list[Any]:
-        value, key = self.stack.pop(), self.stack.pop()
-        return [key, value]
-
-    def pop(self) -> None:
-        if self.stack:
-            self.stack.pop()
-        else:
-            self.popped_to_mark()
+        return frozenset(map(checked_key, items))
 
     # globals and storages
 
-    def name_global(self, module: Any, name: Any) -> None:
+    def name_global(self, module: Any, name: Any) -> Any:
         if not isinstance(module, str) or not isinstance(name, str):
             raise IntegrityError("its pickle names a global by something that is not text")
         if len(module) + len(name) > _MAX_NAME:
             raise UnsafeError(f"its pickle names a global of {len(module) + len(name)} characters")
-        self.push(resolve(module, name, self.allow))
+        return resolve(module, name, self.allow)
 
-    def stack_global(self) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        self.name_global(module, name)
-
-    def persistent(self) -> None:
-        identity = self.stack.pop()
+    def persistent(self, identity: Any) -> Storage:
         if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
             raise UnsafeError(
                 f"its pickle refers to an outside object {reprlib.repr(identity)}, which is not a storage"
@@ -293,101 +238,28 @@ class _Machine:
         if key not in self.storages:
             self.storages.add(key)
             self.views += _VIEWED_PER_BYTE * nbytes
-        self.push(Storage(key, kind.dtype, nbytes))
-
-    def recall(self, index: int) -> None:
-        if index not in self.memo:
-            raise IntegrityError(f"its pickle refers to value {index} of the memo, which it never stored")
-        self.push(self.memo[index])
-
-    def keep(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
-
-    def mark(self) -> None:
-        self.marks.append(self.stack)
-        self.stack = []
+        return Storage(key, kind.dtype, nbytes)
 
 
-def _text(machine: _Machine, form: str) -> None:
-    machine.push(machine.take(machine.number(form)).decode())
+def _refuse(opcode: int, _meaning: _Meaning) -> None:
+    raise UnsafeError(f"its pickle uses the opcode {bytes([opcode])!r}, which torch.save does not write")
 
 
-def _bytes(machine: _Machine, form: str, kind: Callable[[bytes], Any] = bytes) -> None:
-    machine.push(kind(machine.take(machine.number(form))))
-
-
-def _long(machine: _Machine, form: str) -> None:
-    machine.push(int.from_bytes(machine.take(machine.number(form)), "little", signed=True))
-
-
-def _old_text(machine: _Machine, form: str) -> None:
-    machine.push(machine.take(machine.number(form)).decode("latin1"))
-
-
-#: Opcode -> action. Not in it, and so refused: extension codes, protocol 0, old-style instances, out-of-band buffers.
-_OPCODES: dict[int, Callable[[_Machine], None]] = {
-    ord(code): action
-    for code, action in {
-        "\x80": lambda m: _protocol(m.number("B")),
-        "\x95": lambda m: _ignore(m.take(8)),
-        "(": _Machine.mark,
-        "0": _Machine.pop,
-        "1": lambda m: _ignore(m.popped_to_mark()),
-        "2": lambda m: m.push(m.stack[-1]),
-        "N": lambda m: m.push(None),
-        "\x88": lambda m: m.push(True),
-        "\x89": lambda m: m.push(False),
-        "J": lambda m: m.push(m.number("i")),
-        "K": lambda m: m.push(m.number("B")),
-        "M": lambda m: m.push(m.number("H")),
-        "\x8a": lambda m: _long(m, "B"),
-        "\x8b": lambda m: _long(m, "i"),
-        "G": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-        "X": lambda m: _text(m, "I"),
-        "\x8c": lambda m: _text(m, "B"),
-        "\x8d": lambda m: _text(m, "Q"),
-        "U": lambda m: _old_text(m, "B"),
-        "T": lambda m: _old_text(m, "i"),
-        "B": lambda m: _bytes(m, "I"),
-        "C": lambda m: _bytes(m, "B"),
-        "\x8e": lambda m: _bytes(m, "Q"),
-        "\x96": lambda m: _bytes(m, "Q", bytearray),
-        "]": lambda m: m.push([]),
-        "}": lambda m: m.push({}),
-        ")": lambda m: m.push(()),
-        "\x8f": lambda m: m.push(set()),
-        "l": lambda m: m.push(m.popped_to_mark()),
-        "d": _Machine.dictionary,
-        "t": lambda m: m.push(tuple(m.popped_to_mark())),
-        "\x91": _Machine.frozen_set,
-        "\x85": lambda m: m.tuple_of(1),
-        "\x86": lambda m: m.tuple_of(2),
-        "\x87": lambda m: m.tuple_of(3),
-        "a": lambda m: m.append([m.stack.pop()]),
-        "e": lambda m: m.append(m.popped_to_mark()),
-        "s": lambda m: m.set_items(m.pop_pair()),
-        "u": lambda m: m.set_items(m.popped_to_mark()),
-        "\x90": _Machine.add_items,
-        "c": lambda m: m.name_global(m.line(), m.line()),
-        "\x93": _Machine.stack_global,
-        "R": _Machine.reduce,
-        "\x81": _Machine.reduce,  # NEWOBJ: here the same as a call
-        "\x92": _Machine.new_with_keywords,
-        "b": _Machine.build,
-        "Q": _Machine.persistent,
-        "h": lambda m: m.recall(m.number("B")),
-        "j": lambda m: m.recall(m.number("I")),
-        "q": lambda m: m.keep(m.number("B")),
-        "r": lambda m: m.keep(m.number("I")),
-        "\x94": lambda m: m.keep(len(m.memo)),
-    }.items()
+_MEANINGS: dict[str, Callable[..., Any]] = {
+    "\x80": _Meaning.protocol,
+    "\x8a": _Meaning.number,
+    "R": _Meaning.make,
+    "\x81": _Meaning.make,  # NEWOBJ: here the same as a call
+    "\x92": _Meaning.new_with_keywords,
+    "b": _Meaning.build,
+    "e": _Meaning.append,
+    "u": _Meaning.set_items,
+    "\x90": _Meaning.add_items,
+    "d": _Meaning.dictionary,
+    "\x91": _Meaning.frozen_set,
+    "c": _Meaning.name_global,
+    "\x93": _Meaning.name_global,
+    "Q": _Meaning.persistent,
 }
-
-
-def _protocol(version: int) -> None:
-    if not 2 <= version <= 5:
-        raise UnsupportedError(f"its pickle has protocol {version}; 2 to 5 are read")
-
-
-def _ignore(_: object) -> None:
-    """Drop a value."""
+#: What each opcode means. Refused are extension codes, protocol 0, old-style instances and out-of-band buffers.
+_CALLS = tuple(_MEANINGS.get(chr(opcode), partial(_refuse, opcode)) for opcode in range(256))
