@@ -18,18 +18,14 @@ except ImportError:
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["INTERPRETERS", "NATIVE", "agree", "compiled"]
+__all__ = ["INTERPRETERS", "NATIVE", "agree", "compiled", "needs_native"]
 
 NATIVE = compiled is not opcodes.interpret
+needs_native = pytest.mark.skipif(
+    not NATIVE, reason="ucformat._native was not built (it needs x86-64 Linux and a C compiler): pip install -e ."
+)
 INTERPRETERS = [
-    pytest.param(
-        compiled,
-        id="native",
-        marks=pytest.mark.skipif(
-            not NATIVE,
-            reason="ucformat._native was not built (it needs x86-64 Linux and a C compiler): pip install -e .",
-        ),
-    ),
+    pytest.param(compiled, id="native", marks=needs_native),
     pytest.param(opcodes.interpret, id="python"),
 ]
 

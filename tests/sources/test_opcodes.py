@@ -19,15 +19,13 @@ from hypothesis import strategies as st
 
 from tests.fuzz.fuzzing import mutated
 from tests.fuzz.test_pickles import CORPUS, HOSTILE, opcode_sequences
-from tests.sources.interpreters import INTERPRETERS, NATIVE, agree, compiled
+from tests.sources.interpreters import INTERPRETERS, NATIVE, agree, compiled, needs_native
 from tests.sources.suite import DATA
 from tests.sources.torch_files import glob, integer, pickled, text
 from ucformat.errors import IntegrityError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-both = pytest.mark.skipif(not NATIVE, reason="ucformat._native was not built (it needs x86-64 Linux and a C compiler)")
 
 _scalars = (
     st.none()
@@ -58,7 +56,7 @@ _SHORT = [
 ]
 
 
-@both
+@needs_native
 @given(_values, st.integers(0, 5), st.booleans())
 @settings(max_examples=300)
 def test_pickles_of_values(value: Any, protocol: int, optimized: bool) -> None:
@@ -67,21 +65,21 @@ def test_pickles_of_values(value: Any, protocol: int, optimized: bool) -> None:
     assert protocol < 2 or not error
 
 
-@both
+@needs_native
 @given(mutated(CORPUS))
 @settings(max_examples=600)
 def test_mutated_pickles(data: bytes) -> None:
     agree(data)
 
 
-@both
+@needs_native
 @given(opcode_sequences)
 @settings(max_examples=600)
 def test_sequences_of_opcodes(body: bytes) -> None:
     agree(b"\x80\x02N(" + body + b".")
 
 
-@both
+@needs_native
 def test_all_short_sequences_of_opcodes() -> None:
     """And all that they leave on the stack."""
     errors = Counter(agree(b"(" + b"".join(parts) + b"l.") for parts in product(_SHORT, repeat=3))
@@ -89,7 +87,7 @@ def test_all_short_sequences_of_opcodes() -> None:
     assert len(errors) > 40
 
 
-@both
+@needs_native
 def test_every_opcode_and_number() -> None:
     errors = Counter(
         agree(b"(N" + bytes([opcode]) + number.to_bytes(8, "little", signed=True)[:width] + rest + b"l.")
@@ -102,19 +100,19 @@ def test_every_opcode_and_number() -> None:
     assert sum("which torch.save does not write" in error for error in errors) > 150
 
 
-@both
+@needs_native
 @pytest.mark.parametrize("whole", CORPUS)
 def test_every_cut(whole: bytes) -> None:
     assert all(agree(whole[:stop]) for stop in range(0, len(whole), 1 + len(whole) // 500))
 
 
-@both
+@needs_native
 @pytest.mark.parametrize("what", HOSTILE)
 def test_what_would_cost_more_than_it_weighs(what: str) -> None:
     assert agree(HOSTILE[what])
 
 
-@both
+@needs_native
 @pytest.mark.parametrize("file", sorted(DATA.glob("dcp/**/.metadata")), ids=lambda f: f.relative_to(DATA).as_posix())
 def test_metadata_of_pytorch(file: Any) -> None:
     assert not agree(file.read_bytes())
@@ -195,7 +193,7 @@ class TestEach:
 _CALLS = tuple((lambda _meaning, *values, opcode=opcode: (opcode, *values)) for opcode in range(256))
 
 
-@pytest.mark.skipif(not NATIVE, reason="ucformat._native was not built")
+@needs_native
 def test_the_compiled_one_checks_its_arguments() -> None:
     with pytest.raises(ValueError, match="function for each opcode"):
         compiled(b"N.", None, (), ValueError)
