@@ -153,7 +153,7 @@ def _box(meta: Metadata, fqn: str, chunk: Any, shape: tuple[int, ...]) -> Box:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object; none of anything else."""
-    return value.state if isinstance(value, Inert) and isinstance(value.state, dict) else {}
+    return value.attributes if isinstance(value, Inert) else {}
 
 
 def _sizes(value: Any) -> bool:

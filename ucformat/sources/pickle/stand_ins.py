@@ -86,6 +86,11 @@ class Inert:
     state: Any = field(default=None, repr=False)
     items: list[Any] = field(default_factory=list, repr=False)
 
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes in the state; none if it is something else."""
+        return self.state if isinstance(self.state, dict) else {}
+
     def get(self, key: str, default: Any = None) -> Any:
         """An attribute in the state.
 
