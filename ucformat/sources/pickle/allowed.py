@@ -268,6 +268,8 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     "str": _str,
 }
 
+_HASHING = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
+
 _GLOBALS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _dict,
     "collections.Counter": _dict,
@@ -318,7 +320,7 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = ()) -> Any:
     """
     whole = f"{module}.{name}"
     if whole in _GLOBALS:
-        return Maker(whole, _GLOBALS[whole])
+        return Maker(whole, _GLOBALS[whole], hashes=whole.rpartition(".")[2] in _HASHING)
     if module == "torch" and name in _TORCH_DTYPES:
         return Dtype(_TORCH_DTYPES[name])
     if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGES:

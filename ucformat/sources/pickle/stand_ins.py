@@ -98,7 +98,7 @@ class Inert:
             key: its name.
             default: the result if the state has no such attribute.
         """
-        return self.state.get(key, default) if isinstance(self.state, dict) else default
+        return self.attributes.get(key, default)
 
 
 @dataclass(slots=True, eq=False)
@@ -135,10 +135,17 @@ class NumpyDtype:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """A function of this package that replaces the named global."""
+    """A function of this package that replaces the named global.
+
+    Attributes:
+        name: of the global.
+        make: the function.
+        hashes: whether it hashes what its arguments contain.
+    """
 
     name: str
     make: Callable[..., Any]
+    hashes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

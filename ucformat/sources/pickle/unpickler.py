@@ -77,10 +77,6 @@ _COLLISIONS_PER_BYTE, _MIN_COLLISIONS = 64, 1 << 24  # possible hash collisions,
 _VIEWED_PER_BYTE, _MIN_VIEWED = 64, 1 << 30  # bytes of tensors, per byte of their storages
 _MAX_SMALL = 1024
 _HASH_OF_ADDRESS: Any = object.__hash__
-_HASHING = {
-    *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset", "dict")),
-    *(f"collections.{name}" for name in ("OrderedDict", "Counter", "defaultdict")),
-}
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, PurePosixPath)
 
 
@@ -115,7 +111,7 @@ class _Meaning:
                 self.copies -= len(a if not isinstance(a, PurePosixPath) else str(a))
         if self.copies < 0:
             raise UnsafeError("its pickle copies the same values far more often than any checkpoint needs")
-        if maker.name in _HASHING:
+        if maker.hashes:
             self.count_copied_keys(maker, args)
         made = maker.make(*args)
         if isinstance(made, StoredTensor) and not any(a is made for a in args):
