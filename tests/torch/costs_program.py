@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import ucformat
 from tests.torch.faults_program import error_of, sharded
 from ucformat.torch import PerRank, Rng, load, save
-from ucformat.torch.comm import links
+from ucformat.torch.comm import bulk
 from ucformat.torch.comm.group import Group, group_of
 from ucformat.torch.comm.links import Links
 from ucformat.torch.state.elements import SharedRange, write_shared
@@ -36,9 +37,13 @@ class Sent:
             counts["plans"] += sum(map(len, parts))
             plain(self, other, tag, parts)
 
-        def send_bulk(group: Group, parts: Any, to: int) -> None:
-            counts["tensors"] += sum(part.size for part in parts)
-            plain_bulk(group, parts, to)
+        def counted(parts: Any) -> Any:
+            found = parts()
+            counts["tensors"] += sum(part.size for part in found)
+            return found
+
+        def send_bulk(group: Group, messages: Any) -> None:
+            plain_bulk(group, ((to, partial(counted, parts)) for to, parts in messages))
 
         def write(target: SharedRange, parts: Any) -> bool:
             done: bool = plain_write(target, parts)
@@ -46,11 +51,11 @@ class Sent:
             return done
 
         Links.send, Group.send_bulk = send, send_bulk  # type: ignore[method-assign, assignment]
-        links.write_shared = write  # type: ignore[attr-defined]
+        bulk.write_shared = write  # type: ignore[attr-defined]
         return counts
 
     def __exit__(self, *_: object) -> None:
-        Links.send, Group.send_bulk, links.write_shared = self.plain  # type: ignore[method-assign, attr-defined]
+        Links.send, Group.send_bulk, bulk.write_shared = self.plain  # type: ignore[method-assign, attr-defined]
 
 
 def many(seed: float, count: int = 100) -> dict[str, torch.Tensor]:

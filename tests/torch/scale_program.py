@@ -106,12 +106,8 @@ def _exchange(group: Group) -> bool:
     """All ranks send to some others at once, in both directions."""
     others = sorted({(RANK + d) % SIZE for d in (1, -1, SIZE // 2, -(SIZE // 2), 7, -7)} - {RANK})
     shared = SharedMemory(len(others))
-
-    def send() -> None:
-        for other in others:
-            group.send_bulk([np.array([RANK % 251], np.uint8)], other)
-
-    sender = threading.Thread(target=send)
+    mine = [np.array([RANK % 251], np.uint8)]
+    sender = threading.Thread(target=group.send_bulk, args=([(other, lambda: mine) for other in others],))
     sender.start()
     group.receive_bulk(shared, {other: (i, i + 1) for i, other in enumerate(others)})
     sender.join()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.patience import PATIENCE
 from tests.torch.ranks import all_gather
 from ucformat.errors import Conflict, UcformatError
-from ucformat.torch.comm import connections, links, tree
+from ucformat.torch.comm import bulk, tree
 from ucformat.torch.comm.group import Group, group_of, single_process_group
 from ucformat.torch.comm.tree import Host, connect_by_store
 from ucformat.torch.state.elements import SharedMemory, map_range, write_shared
@@ -56,20 +56,6 @@ def test_values_are_gathered_and_answered(size: int) -> None:
     assert together(size, act) == [(list(range(size)), 10 * r) for r in range(size)]
 
 
-def test_bytes_go_from_rank_to_rank() -> None:
-    def act(group: Group) -> Any:
-        out = np.zeros(5, np.uint8)
-        if group.rank == 0:
-            group.send(np.arange(5, dtype=np.uint8), 2)
-        elif group.rank == 2:
-            group.receive(out, 0)
-        group.receive(np.empty(0, np.uint8), 1)  # nothing is not waited for
-        group.send(np.empty(0, np.uint8), 0)
-        return out.tolist()
-
-    assert together(3, act) == [[0] * 5, [0] * 5, [0, 1, 2, 3, 4]]
-
-
 @pytest.fixture(params=["shared memory", "another host", "another container", "no access"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """How bulk data goes to another rank; of all ways but the first it goes over the connection."""
@@ -84,15 +70,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         written.append(true_write(target, parts))
         return written[-1]
 
-    monkeypatch.setattr(links, "write_shared", write)
+    monkeypatch.setattr(bulk, "write_shared", write)
     if request.param == "another host":
-        true_peer = connections.Line.__init__
-
-        def elsewhere(line: Any, peer: Any) -> None:
-            true_peer(line, peer)
-            line.here = False
-
-        monkeypatch.setattr(connections.Line, "__init__", elsewhere)
+        monkeypatch.setattr(bulk, "_is_here", lambda _: False)
     yield request.param
     assert set(written) == {"shared memory": {True}, "another host": set()}.get(request.param, {False})
 
@@ -106,7 +86,7 @@ def test_one_thread_sends_while_another_receives(way: str, parts: int) -> None:
         shared = SharedMemory(size + 3)
         mine = np.random.default_rng(group.rank).integers(0, 256, size, np.uint8)
         cut = [part for part in np.array_split(mine, parts) for part in (part, part[:0])]
-        sender = threading.Thread(target=group.send_bulk, args=(cut, 1 - group.rank))
+        sender = threading.Thread(target=group.send_bulk, args=([(1 - group.rank, lambda: cut)],))
         sender.start()
         group.receive_bulk(shared, {1 - group.rank: (2, 2 + size)})
         sender.join()
@@ -121,8 +101,8 @@ def test_one_thread_sends_while_another_receives(way: str, parts: int) -> None:
 def test_bulk_data_of_another_size_is_an_error() -> None:
     def act(group: Group) -> Any:
         if group.rank:
-            group.send_bulk([np.zeros(4, np.uint8)], 0)
-            return group.receive(np.zeros(1, np.uint8), 0)
+            group.send_bulk([(0, lambda: [np.zeros(4, np.uint8)])])
+            return group.combine(1, max, int)
         shared = SharedMemory(8)
         try:
             return group.receive_bulk(shared, {1: (0, 5)})
@@ -223,7 +203,7 @@ def test_one_rank_alone_raises_its_error_as_it_is() -> None:
     with pytest.raises(ValueError, match="mine") as caught:
         all_gather(single_process_group(), error)
     assert caught.value is error
-    single_process_group().send(np.ones(3, np.uint8), 0)
+    single_process_group().send_bulk([])
 
 
 @pytest.mark.parametrize("odd", [0, 1])

@@ -38,7 +38,7 @@ from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import write_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
 count = iter(range(10**6))
@@ -126,8 +126,9 @@ class OneRank:
 
         return self._ranks.exchange(self.rank, value, answer)
 
-    def send_bulk(self, parts: Sequence[Any], to: int) -> None:
-        self._ranks.hand(self.rank, to, b"".join(bytes(p) for p in parts))
+    def send_bulk(self, messages: Iterable[tuple[int, Callable[[], Sequence[Any]]]]) -> None:
+        for to, parts in messages:
+            self._ranks.hand(self.rank, to, b"".join(bytes(p) for p in parts()))
 
     def receive_bulk(self, shared: Any, slots: Mapping[int, tuple[int, int]]) -> None:
         for sender, (begin, end) in slots.items():

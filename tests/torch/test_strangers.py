@@ -28,6 +28,7 @@ from ucformat.torch.comm.group import Group
 from ucformat.torch.comm.handshake import ask, connect, send_alarm
 from ucformat.torch.comm.links import Links
 from ucformat.torch.comm.tree import Host, connect_by_store, host_here, listen
+from ucformat.torch.state.elements import SharedMemory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,10 +61,20 @@ def talk(found: list[Links]) -> None:
     with ThreadPoolExecutor(len(groups)) as pool:
         everybody = list(pool.map(lambda g: all_gather(g, g.rank, int), groups))
         assert everybody == [list(range(len(found)))] * len(found)
-        list(pool.map(lambda g: g.send(np.ones(1, np.uint8), (g.rank + 1) % g.size), groups))
-        list(pool.map(lambda g: g.receive(np.zeros(1, np.uint8), (g.rank - 1) % g.size), groups))
+        list(pool.map(send_to_next, groups))
     for one in groups:
         one.end()
+
+
+def send_to_next(group: Group) -> None:
+    """Each rank sends bulk data to the next one."""
+    data, shared = np.array([group.rank], np.uint8), SharedMemory(1)
+    sender = threading.Thread(target=group.send_bulk, args=([((group.rank + 1) % group.size, lambda: [data])],))
+    sender.start()
+    group.receive_bulk(shared, {(group.rank - 1) % group.size: (0, 1)})
+    sender.join()
+    assert shared.memory.tolist() == [(group.rank - 1) % group.size]
+    shared.close()
 
 
 def call(place: Any, *, rank: int = 1, secret: bytes = SECRET, seconds: float = PATIENCE) -> socket.socket | None:
@@ -255,7 +266,7 @@ def test_an_alarm_of_a_stranger_is_no_news() -> None:
         send_alarm(place, 1 - rank, rank, bytes(32), 1)
     with pytest.raises(PermissionError, match="does not know this job's secret"):
         ask(places[0], 1, 0, bytes(32), time.monotonic() + PATIENCE, lambda: None)
-    assert ask(places[0], 1, 0, SECRET, time.monotonic() + PATIENCE, lambda: None) == (0, 0)
+    assert ask(places[0], 1, 0, SECRET, time.monotonic() + PATIENCE, lambda: None) == (0, ())
     assert all(one.intact for one in found)
     talk(found)
 
@@ -287,7 +298,7 @@ def test_a_rank_that_sends_a_pickle_is_refused(tmp_path: Path) -> None:
         one = Group(connect_by_store(dist.PrefixStore("test", store), number, 2, PATIENCE))
         try:
             if number:
-                one.send(np.frombuffer(pickle.dumps(Attack(tmp_path / "ran")), np.uint8), 0)
+                one.links.send(0, 0, [memoryview(pickle.dumps(Attack(tmp_path / "ran")))])
                 return one._answered(list[int])
             return all_gather(one, 1, int)
         except UcformatError as error:

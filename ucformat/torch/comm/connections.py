@@ -1,40 +1,45 @@
 """The connections of a rank, and how all ranks stop at once if one fails, and name it.
 
-At first a rank has connections to its parent and children in a tree; one to another rank is made when it is needed.
+A rank has lines to its parent and its children in a tree, for messages; those for bulk data are made when needed.
 
 A rank that waits notices if one of its neighbours in the tree dies. Whoever loses a rank, or waits for one too long,
-asks it what it waits for itself, and so on: who has ended, does not answer, or waits for nobody is the cause. Then the
-rank gives up: it tells its neighbours the cause, by connections of their own, because the lines may be full; they tell
-theirs, and all lines are closed.
+asks it for which ranks it waits itself, and then asks these: one that has ended or does not answer is the cause, or
+else one that waits for nobody. Then the rank gives up: it tells its neighbours the cause, by connections of their own,
+because the lines may be full; they tell theirs, and all connections are closed.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import select
 import socket
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
+from collections import deque
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucformat.errors import UcformatError
-from ucformat.torch.comm.handshake import Listener, ask, connect, send_alarm
+from ucformat.torch.comm.handshake import RETRY_S, Listener, ask, connect, send_alarm
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Callable, Iterator
 
     import torch.distributed as dist
 
     from ucformat.torch.comm.handshake import Address
-    from ucformat.torch.state.elements import SharedRange
 
-__all__ = ["Connections", "Line", "Lost", "Node"]
+__all__ = ["HUNG_UP", "READ", "WRITE", "Connections", "Line", "Lost", "Node"]
+
+#: Events of a connection.
+READ, WRITE, HUNG_UP = select.POLLIN, select.POLLOUT, select.POLLRDHUP
 
 _ASK_S = 5.0  # seconds in which a rank answers what it waits for, unless it is stopped
+_MOST_ASKED = 64  # ranks
 _ALARM_S = 5.0  # how long to wait for the alarm of a rank that has ended; hosts may be busy
 _BUSY, _WAITING, _GAVE_UP = 0, 1, 2  # states of a rank; the last two because of another one
 
@@ -87,7 +92,7 @@ class Node(NamedTuple):
 
 
 class Line:
-    """The connection to one rank, and the messages that were read and not yet taken."""
+    """The connection to a neighbour in the tree, and the messages that were read and not yet taken."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.line = peer
@@ -95,12 +100,9 @@ class Line:
         self.change = threading.Condition()
         self.reading = False  # whether a thread reads the line now
         self.received: dict[int, deque[bytearray]] = {}
-        self.ready: dict[int, deque[SharedRange]] = {}  # by tag: buffers that the other rank has ready for bulk data
-        self.here = self.line.getsockname()[0] == self.line.getpeername()[0]  # whether the other rank is on this host
-        self.wanted: dict[int, memoryview] = {}  # by tag: buffers for bulk data that this rank waits for
 
 
-class Connections:
+class Connections(ABC):
     """The connections of a group.
 
     Args:
@@ -132,14 +134,12 @@ class Connections:
         self._neighbours = ([self.parent] if self.rank else []) + list(self.children)
         self._secret = secret
         self._directory: dict[int, Address] = {}
-        self._waiting: dict[int, int] = {}  # by thread, the rank for which it waits
-        self._lines: dict[int, Line] = {}
-        self._calling: set[int] = set()  # ranks to which a thread connects now
-        self._change = threading.Condition()  # of lines, and of the alarm
+        self._waiting: dict[int, tuple[int, ...]] = {}  # by thread, the ranks for which it waits
+        self._lines: dict[int, Line] = {}  # to the neighbours
+        self._change = threading.Condition()  # of connections, of what is asked for over them, and of the alarm
         self._cause: int | None = None  # the rank because of which this one gave up
         self._told_by = self.rank  # the rank that said so
-        self._called: set[int] = set()  # ranks to which this one has connected, or that connect to this one
-        self._sockets: list[socket.socket] = []
+        self._sockets: set[socket.socket] = set()
         self._listener = None if listening is None else Listener(listening, self.rank, secret, weakref.ref(self))
         self._close = weakref.finalize(self, _close, self._sockets, self._listener)
         self._close.atexit = False  # `_end_all` closes them, after other threads have ended
@@ -176,62 +176,70 @@ class Connections:
             one.close()
 
     def _shut_down(self) -> None:
-        """Shut all lines down, so that every waiting thread wakes up."""
-        for one in list(self._sockets):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+        """Shut all connections down, so that every waiting thread wakes up."""
+        with self._change:
+            for one in self._sockets:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+            self._change.notify_all()
 
     def accept(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> None:
-        """Take the line of a rank that connects, unless there is one, or this rank makes one and is the higher one.
+        """Take the line of a child that connects.
 
         Args:
-            other: the rank.
+            other: the rank that connects.
             welcome: as for `handshake.Owner`.
         """
         with self._change:
-            taken = other not in self._lines and (other not in self._calling or other > self.rank)
+            taken = other in self.children and other not in self._lines
             if self.intact and (line := welcome(taken)) is not None:
                 self._add(other, line)
 
+    @abstractmethod
+    def accept_bulk(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> socket.socket | None:
+        """As `handshake.Owner.accept_bulk`."""
+
+    @abstractmethod
+    def arrived(self, connection: socket.socket) -> bool:
+        """As `handshake.Owner.arrived`."""
+
     def _add(self, other: int, line: socket.socket) -> None:
-        self._sockets.append(line)
+        self._sockets.add(line)
         self._lines[other] = Line(line)
         self._change.notify_all()
 
     def _connect(self, other: int, address: Address, end: float) -> None:
-        """Connect to a rank, unless it connects to this one at the same moment."""
-        line = None
-        try:
-            line = connect(address, self.rank, other, self._secret, end, lambda: self._check(other))
-        finally:
-            with self._change:
-                self._calling.discard(other)
-                if line is not None:
-                    self._add(other, line)
-                self._change.notify_all()
+        """Connect to the parent."""
+        while (line := connect(address, self.rank, other, self._secret, end, lambda: self._check(other))) is None:
+            time.sleep(RETRY_S)
+        with self._change:
+            self._add(other, line)
 
-    def _line(self, other: int, end: float) -> Line:
-        """The line to a rank; it is made on first use."""
-        found = self._lines.get(other)
-        while found is None:
-            with self._change:
-                self._check(other)
-                found = self._lines.get(other)
-                if found is not None or time.monotonic() > end:
-                    break
-                waits = other in self._calling or other in self._called
-                if waits:
-                    self._change.wait(end - time.monotonic())
-                    continue
-                self._calling.add(other)
-            try:
-                self._connect(other, self._directory[other], end)
-            except UcformatError as error:
-                raise Lost(error.message, other) from error
-            self._called.add(other)
-        if found is None:
+    def _neighbours_but(self, other: int) -> dict[int, int]:
+        """Ranks by the descriptors of their lines: all neighbours but one."""
+        return {line.line.fileno(): rank for rank, line in self._lines.items() if rank != other}
+
+    def _poll(self, other: int, connection: socket.socket, event: int, end: float) -> None:
+        """Wait until a connection is ready; raises if a neighbour hangs up, this rank gave up, or time is up.
+
+        Args:
+            other: the rank at its other end.
+            connection: the connection.
+            event: `READ` or `WRITE`.
+            end: until when to wait, on the monotonic clock.
+        """
+        poll = select.poll()
+        poll.register(connection, event)
+        watched = self._neighbours_but(other) if event == READ else {}  # they have yet to send what this rank waits for
+        for fd in watched:
+            poll.register(fd, HUNG_UP)
+        self._check(other)
+        ready = [fd for fd, _ in poll.poll(max(0.0, end - time.monotonic()) * 1000)]
+        self._check(other)
+        if not ready:
             raise Lost("timed out", other, late=True)
-        return found
+        if connection.fileno() not in ready:
+            raise Lost("the connection was closed", watched[ready[0]])
 
     def _check(self, other: int) -> None:
         """Raise if this rank has given up."""
@@ -239,12 +247,12 @@ class Connections:
             raise Lost(f"rank {self._told_by} gave up", other)
 
     @contextmanager
-    def communicating(self, action: str, other: int) -> Iterator[None]:
+    def communicating(self, action: str, *others: int) -> Iterator[None]:
         """Turn a failed communication inside into an error that names the rank that caused it, and break the group.
 
         Args:
             action: what fails, before "rank N", as "to send to".
-            other: the rank with which this one communicates.
+            others: the ranks with which this one communicates; an error of unknown cause names the first.
 
         Raises:
             UcformatError: the communication failed, or the group was broken before.
@@ -252,12 +260,12 @@ class Connections:
         if self.broken is not None:
             raise self.broken
         thread = threading.get_ident()
-        self._waiting[thread] = other
+        self._waiting[thread] = others
         try:
             yield
         except Lost as error:
             with self.breaking:
-                self.broken = self.broken or self._break(action, other, error)
+                self.broken = self.broken or self._break(action, others[0], error)
             raise self.broken from error
         finally:
             self._waiting.pop(thread, None)
@@ -277,10 +285,16 @@ class Connections:
         )
 
     def _find_cause(self, error: Lost) -> int:
-        """The rank that failed first: the one that was lost, or because of which that one gave up, or waits."""
-        rank, following = error.cause, {self.rank}
-        while rank in self._directory:
-            following.add(rank)
+        """The rank that failed first: one that has ended or does not answer, or else waits for nobody.
+
+        It is the one that was lost, or the one because of which that one gave up, or for which that one waits.
+        """
+        asked, busy, to_ask = {self.rank}, [error.cause], deque([error.cause])
+        while to_ask and len(asked) <= _MOST_ASKED:
+            rank = to_ask.popleft()
+            if rank in asked or rank not in self._directory:
+                continue
+            asked.add(rank)
             try:
                 end = time.monotonic() + _ASK_S
                 state, about = ask(
@@ -289,24 +303,26 @@ class Connections:
             except Lost:  # an alarm says more
                 break
             except TimeoutError:
-                break
+                return rank if self._cause is None else self._cause
             except OSError:  # it has ended; if it gave up before, its alarm is on the way
                 with self._change:
                     self._change.wait_for(lambda: self._cause is not None, _ALARM_S)
-                break
+                return rank if self._cause is None else self._cause
             if state == _GAVE_UP:
-                return about
-            if state == _BUSY or not error.late or about in following:
+                return about[0]
+            if not error.late:
                 break
-            rank = about
-        return rank if self._cause is None else self._cause
+            if state == _BUSY:
+                busy.append(rank)
+            to_ask.extend(about)
+        return busy[:2][-1] if self._cause is None else self._cause
 
-    def state(self) -> tuple[int, int]:
-        """Return the state of this rank, and the rank that is the reason."""
+    def state(self) -> tuple[int, tuple[int, ...]]:
+        """Return the state of this rank, and the ranks that are the reason."""
         if self._cause is not None:
-            return _GAVE_UP, self._cause
-        waiting = next(iter(list(self._waiting.values())), None)
-        return (_BUSY, 0) if waiting is None else (_WAITING, waiting)
+            return _GAVE_UP, (self._cause,)
+        waiting = tuple({rank: None for ranks in list(self._waiting.values()) for rank in ranks})
+        return (_WAITING, waiting) if waiting else (_BUSY, ())
 
     def alarmed(self, sender: int, cause: int) -> None:
         """Give up because another rank did.
@@ -331,8 +347,8 @@ class Connections:
         self._shut_down()
 
 
-def _close(sockets: list[socket.socket], listener: Listener | None) -> None:
+def _close(sockets: set[socket.socket], listener: Listener | None) -> None:
     if listener:
         listener.close()
-    for one in sockets:
+    for one in list(sockets):
         one.close()

@@ -20,8 +20,6 @@ from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ucformat.errors import IntegrityError, UcformatError, UsageError
 from ucformat.torch.comm.connections import Node
 from ucformat.torch.comm.links import Links
@@ -29,10 +27,9 @@ from ucformat.torch.comm.tree import connect_by_store
 from ucformat.torch.comm.wire import EVERYBODY, Addressed, Record, decode, encode, failures, name_rank, pack, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch.distributed as dist
-    from numpy.typing import NDArray
 
     from ucformat.torch.state.elements import Memory, SharedMemory
 
@@ -124,35 +121,18 @@ class Group:
                 self._users -= 1
                 self._contested = self._contested and self._users > 0
 
-    def send(self, data: NDArray[np.uint8], to: int) -> None:
-        """Send bytes to a rank; messages, and separately bulk data, are received in the order in which they are sent.
+    def send_bulk(self, messages: Iterable[tuple[int, Callable[[], Sequence[Memory]]]]) -> None:
+        """Send bulk data to ranks, each when it asks for it.
 
         Args:
-            data: the bytes, contiguous; may be changed when this returns.
-            to: the receiving rank.
+            messages: the receiving rank, and a function that returns the bytes, in contiguous parts; they may be
+                changed when the next one is called. Each rank receives its messages in this order.
         """
-        if self.size > 1 and data.size:
-            self.links.send(to, 2 * self._number, [data.data.cast("B")])
 
-    def send_bulk(self, parts: Sequence[Memory], to: int) -> None:
-        """Send bulk data to a rank when it has its buffer ready.
+        def bytes_of(parts: Callable[[], Sequence[Memory]]) -> Sequence[memoryview]:
+            return [part.data.cast("B") for part in parts()]
 
-        Args:
-            parts: the bytes, each part contiguous; may be changed when this returns.
-            to: the receiving rank.
-        """
-        if self.size > 1 and any(part.size for part in parts):
-            self.links.send_bulk(to, 2 * self._number + 1, [part.data.cast("B") for part in parts])
-
-    def receive(self, out: NDArray[np.uint8], source: int) -> None:
-        """Receive bytes from a rank.
-
-        Args:
-            out: the buffer to fill, of exactly the size that is sent.
-            source: the sending rank.
-        """
-        if self.size > 1 and out.size:
-            out[...] = np.frombuffer(self.links.receive(source, 2 * self._number), np.uint8)
+        self.links.send_bulk(2 * self._number + 1, ((to, functools.partial(bytes_of, parts)) for to, parts in messages))
 
     def receive_bulk(self, shared: SharedMemory, slots: Mapping[int, tuple[int, int]]) -> None:
         """Receive bulk data from several ranks.
@@ -161,8 +141,7 @@ class Group:
             shared: the memory to fill.
             slots: by sending rank, the bytes `[start, stop)` of the memory, exactly as many as are sent.
         """
-        wanted = {source: (start, stop) for source, (start, stop) in slots.items() if self.size > 1 and stop > start}
-        self.links.receive_bulk(2 * self._number + 1, shared, wanted)
+        self.links.receive_bulk(2 * self._number + 1, shared, slots)
 
     def gather_scatter(
         self, value: Any, compute: Callable[[list[Any]], Sequence[Any]], kind: Any = Any, answer_kind: Any = Any

@@ -1,16 +1,16 @@
 """Connections between the ranks of a group; both sides prove by a shared secret that they belong to it.
 
-A rank connects to another one when it first needs to. So each listens as long as the group lives, in a thread, on one
-interface: the loopback if all ranks are on this host.
+A rank connects to its parent in the tree, and to others when it needs to. So each listens as long as the group lives,
+in a thread, on one interface: the loopback if all ranks are on this host.
 
     client:  its rank, the rank that it connects to, what it wants, a nonce               (49 bytes)
     server:  its nonce, HMAC-SHA256(secret, "called" + all of the above)                  (64 bytes)
     client:  HMAC-SHA256(secret, "caller" + all of the above)                             (32 bytes)
-    server:  welcome, or the answer                                                       (1 or 8 bytes)
+    server:  welcome, or the answer                                                       (1 or 36 bytes)
 
-A client wants a line for messages, or asks for what the other rank waits. One that gives up says because of which rank,
-and waits for no answer, so that the news arrives even if it ends at once; a group fails only once, so a repetition is
-no news:
+A client wants a line for messages, or to ask for bulk data, or to learn for which ranks the other one waits. One that
+gives up says because of which rank, and waits for no answer, so that the news arrives even if it ends at once; a group
+fails only once, so a repetition is no news:
 
     client:  as above, with the rank in place of the nonce, HMAC-SHA256(secret, "alarm" + all of it)   (81 bytes)
 
@@ -36,7 +36,10 @@ from ucformat.errors import UcformatError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Address", "Listener", "Owner", "ask", "connect", "send_alarm"]
+__all__ = ["RETRY_S", "Address", "Listener", "Owner", "ask", "connect", "send_alarm"]
+
+#: How long to wait before another call to a rank that was busy, in seconds.
+RETRY_S = 0.02
 
 #: Host and port.
 Address = tuple[str, int]
@@ -45,12 +48,12 @@ _HELLO = struct.Struct("<8sIIB32s")  # magic, rank of the client, rank of the se
 _MAGIC = b"ucformat"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
-_LINE, _ASK, _ALARM = 0, 1, 2
+_LINE, _ASK, _ALARM, _BULK = range(4)
 _CAUSE = struct.Struct("<i28x")  # the rank because of which a client gives up, in place of the nonce
-_STATE = struct.Struct("<ii")  # the answer to a question
-_WELCOME, _LATER = b"w", b"l"  # `later`: the server connects to the client at this moment
+_TOLD = 8  # ranks in the answer to a question, at most; -1 is none
+_STATE = struct.Struct(f"<i{_TOLD}i")
+_WELCOME, _LATER = b"w", b"l"
 _HANDSHAKE_S = 10.0  # seconds in which a client has to authenticate itself; after that it may retry
-_RETRY_S = 0.02
 _CHECK_S = 0.2  # how often a waiting client checks whether to go on
 _ALARM_S = 1.0  # how long to wait for a host that is told
 _FULL_S = 0.1  # how long to wait if no connection can be accepted
@@ -60,7 +63,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP
 
 
 def connect(
-    address: Address, rank: int, other: int, secret: bytes, end: float, check: Callable[[], None]
+    address: Address, rank: int, other: int, secret: bytes, end: float, check: Callable[[], None], *, bulk: bool = False
 ) -> socket.socket | None:
     """Connect to another rank.
 
@@ -71,9 +74,10 @@ def connect(
         secret: which all ranks share.
         end: until when to try, on the monotonic clock.
         check: called now and then while this waits; raises to give up.
+        bulk: whether to ask for bulk data; otherwise for messages, from a child to its parent.
 
     Returns:
-        the line, or None if the other rank connects to this one at the same moment.
+        the connection, or None if the other rank has too many.
 
     Raises:
         UcformatError: the rank is unreachable, or does not know the secret.
@@ -84,13 +88,14 @@ def connect(
             with ExitStack() as on_failure, suppress(TimeoutError):
                 connection = socket.create_connection(address, min(left, _HANDSHAKE_S))
                 on_failure.enter_context(connection)
-                answer = _authenticate(connection, _hello(rank, other, _LINE), secret, end, check, len(_WELCOME))
+                hello = _hello(rank, other, _BULK if bulk else _LINE)
+                answer = _authenticate(connection, hello, secret, end, check, len(_WELCOME))
                 if answer == _WELCOME:
                     on_failure.pop_all()
                     return _prepared(connection)
                 if answer == _LATER:
                     return None
-            time.sleep(_RETRY_S)
+            time.sleep(RETRY_S)
         raise TimeoutError("it answered but did not accept this rank")
     except OSError as error:
         raise UcformatError(
@@ -103,7 +108,7 @@ def connect(
 
 def ask(
     address: Address, rank: int, other: int, secret: bytes, end: float, check: Callable[[], None]
-) -> tuple[int, int]:
+) -> tuple[int, tuple[int, ...]]:
     """Ask another rank for its state.
 
     Args:
@@ -115,7 +120,7 @@ def ask(
         check: called now and then while this waits; raises to give up.
 
     Returns:
-        the answer of its `Owner.state`.
+        the answer of its `Owner.state`, with at most eight ranks.
 
     Raises:
         TimeoutError: it does not answer.
@@ -125,8 +130,8 @@ def ask(
         answer = _authenticate(connection, _hello(rank, other, _ASK), secret, end, check, _STATE.size)
     if not answer:
         raise ConnectionResetError("it hung up")
-    state, about = _STATE.unpack(answer)
-    return state, about
+    state, *about = _STATE.unpack(answer)
+    return state, tuple(rank for rank in about if rank >= 0)
 
 
 def send_alarm(address: Address, rank: int, other: int, secret: bytes, cause: int) -> None:
@@ -204,8 +209,26 @@ class Owner(Protocol):
             welcome: called with whether the line is taken; returns it, or None if the client is gone.
         """
 
-    def state(self) -> tuple[int, int]:
-        """Return what a rank that asks is told, two numbers."""
+    def accept_bulk(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> socket.socket | None:
+        """Take a connection for bulk data, or refuse it.
+
+        Args:
+            other: the rank that connects.
+            welcome: as for `accept`.
+
+        Returns:
+            the connection, if it was taken.
+        """
+
+    def arrived(self, connection: socket.socket) -> bool:
+        """Read what a rank asks for; returns whether there may be more.
+
+        Args:
+            connection: for bulk data.
+        """
+
+    def state(self) -> tuple[int, tuple[int, ...]]:
+        """Return what a rank that asks is told: a number, and ranks."""
 
     def alarmed(self, sender: int, cause: int) -> None:
         """Learn that a rank gives up.
@@ -258,12 +281,19 @@ class Listener:
             soonest = min((h.end for h in pending.values()), default=None)
             for key, _ in ready.select(None if soonest is None else max(0.0, soonest - time.monotonic())):
                 connection: socket.socket = key.fileobj  # type: ignore[assignment]
-                if connection is not self._socket:
+                if connection in pending:
                     hello = pending[connection].receive(self._secret)
                     if hello is not None:
                         ready.unregister(connection)
                         del pending[connection]
-                        self._answer(connection, hello)
+                        if (taken := self._answer(connection, hello)) is not None:
+                            ready.register(taken, selectors.EVENT_READ)
+                    continue
+                if connection is not self._socket:
+                    owner = self._owner()
+                    if owner is None or not owner.arrived(connection):
+                        ready.unregister(connection)
+                    del owner  # which must not live because this thread waits
                     continue
                 try:
                     client = self._socket.accept()[0]
@@ -281,14 +311,19 @@ class Listener:
                 connection.close()
                 del pending[connection]
 
-    def _answer(self, connection: socket.socket, hello: bytes) -> None:
-        """Do what an authenticated client wants; `hello` is b"" if it failed to authenticate itself."""
+    def _answer(self, connection: socket.socket, hello: bytes) -> socket.socket | None:
+        """Do what an authenticated client wants; returns the connection if it is for bulk data.
+
+        Args:
+            connection: closed unless it is taken.
+            hello: b"" if the client failed to authenticate itself.
+        """
         owner = self._owner()
         magic, client, server, use, nonce = _HELLO.unpack(hello or bytes(_HELLO.size))
         with ExitStack() as unless_taken:
             unless_taken.enter_context(connection)
             if owner is None or magic != _MAGIC or server != self._rank:
-                return
+                return None
 
             def welcome(taken: bool) -> socket.socket | None:  # noqa: FBT001 - private
                 with suppress(OSError):
@@ -299,11 +334,15 @@ class Listener:
 
             if use == _LINE:
                 owner.accept(client, welcome)
+            elif use == _BULK:
+                return owner.accept_bulk(client, welcome)
             elif use == _ASK:
+                state, about = owner.state()
                 with suppress(OSError):
-                    connection.send(_STATE.pack(*owner.state()))
-            else:
+                    connection.send(_STATE.pack(state, *(*about, *[-1] * _TOLD)[:_TOLD]))
+            elif use == _ALARM:
                 owner.alarmed(client, _CAUSE.unpack(nonce)[0])
+        return None
 
 
 class _Handshake:

@@ -1,14 +1,11 @@
-"""Messages over the connections of a group, and bulk data straight into the receiver's memory.
+"""Messages between neighbours in the tree of a group.
 
 Each message is a frame on the line between two ranks, with a tag; messages with the same tag arrive in order. Any
-thread that waits for a rank reads its line, and queues messages for other threads. Bulk data is sent when the receiver
-signals that its buffer is ready, and is read straight into that, so large data is never queued. A rank on the same host
-writes it to the buffer, which is shared memory: a connection takes five times the processor time.
+thread that waits for a rank reads its line, and queues messages for other threads.
 """
 
 from __future__ import annotations
 
-import select
 import struct
 import time
 from collections import deque
@@ -19,25 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ucformat.errors import UcformatError
-from ucformat.torch.comm.connections import Connections, Lost
+from ucformat.torch.comm.bulk import Bulk
+from ucformat.torch.comm.connections import READ, WRITE, Lost
 from ucformat.torch.comm.wire import decode, encode, message
-from ucformat.torch.state.elements import SharedRange, in_turn, write_shared
+from ucformat.torch.state.elements import in_turn
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from ucformat.torch.comm.handshake import Address
-    from ucformat.torch.state.elements import SharedMemory
 
 __all__ = ["Links"]
 
 _LATE_S = 30.0  # how much longer a rank waits for those that wait for others
-_FRAME = struct.Struct("<qq")  # tag, and number of bytes that follow, or one of:
-_READY = -1  # the buffer for bulk data with this tag is ready; a _RANGE follows
-_FILLED = -2  # the buffer for bulk data with this tag has been filled
-_RANGE = struct.Struct("<iiqq32s")  # process (0: none), descriptor, start, bytes and name of the buffer
-_READ, _WRITE, _HUNG_UP = select.POLLIN, select.POLLOUT, select.POLLRDHUP
+_FRAME = struct.Struct("<qq")  # tag, and number of bytes that follow
 
 
 @message
@@ -50,7 +42,7 @@ class _Directory:
     error: BaseException | None
 
 
-class Links(Connections):
+class Links(Bulk):
     """The connections of a group, which all its channels share; see `Connections` for the arguments."""
 
     def join(self, meeting: Address | None, failure: UcformatError | None = None) -> None:
@@ -122,32 +114,12 @@ class Links(Connections):
         """Send a message; returns when the data may be changed.
 
         Args:
-            other: the receiving rank.
+            other: the receiving rank, a neighbour in the tree.
             tag: under which it is received.
             parts: the bytes.
         """
         with self.communicating("to send to", other):
-            end = time.monotonic() + self.timeout
-            self._line(other, end)
-            self._write(other, tag, sum(map(len, parts)), parts, end)
-
-    def send_bulk(self, other: int, tag: int, parts: Sequence[memoryview]) -> None:
-        """Send bulk data when the receiver has its buffer ready; returns when the data may be changed.
-
-        Args:
-            other: the receiving rank.
-            tag: under which it is received.
-            parts: the bytes.
-        """
-        with self.communicating("to send to", other):
-            end = time.monotonic() + self.timeout
-            line = self._line(other, end)
-            self._read(other, lambda: bool(line.ready.get(tag)), end)
-            with line.change:
-                target = line.ready[tag].popleft()
-            size = sum(map(len, parts))
-            filled = target.pid and target.nbytes == size and write_shared(target, parts)
-            self._write(other, tag, _FILLED if filled else size, [] if filled else parts, end)
+            self._write(other, tag, sum(map(len, parts)), parts, time.monotonic() + self.timeout)
 
     def receive(self, other: int, tag: int) -> bytearray:
         """Return the next message of a rank with a tag.
@@ -160,32 +132,10 @@ class Links(Connections):
             return self._take(other, tag, time.monotonic() + self.timeout)
 
     def _take(self, other: int, tag: int, end: float) -> bytearray:
-        line = self._line(other, end)
+        line = self._lines[other]
         self._read(other, lambda: bool(line.received.get(tag)), end)
         with line.change:
             return line.received[tag].popleft()
-
-    def receive_bulk(self, tag: int, shared: SharedMemory, slots: Mapping[int, tuple[int, int]]) -> None:
-        """Receive bulk data from several ranks.
-
-        Args:
-            tag: as given to `send_bulk`.
-            shared: the memory to fill.
-            slots: by sending rank, the bytes `[start, stop)` of the memory, exactly as many as are sent.
-        """
-        end = time.monotonic() + self.timeout
-        for other, (start, stop) in slots.items():
-            with self.communicating("to receive from", other):
-                line = self._line(other, end)
-                with line.change:
-                    line.wanted[tag] = shared.memory[start:stop].data
-                here = shared.range(start, stop)
-                target = _RANGE.pack(*(here if line.here else here._replace(pid=0)))
-                self._write(other, tag, _READY, [memoryview(target)], end)
-        for other in slots:
-            line = self._lines[other]
-            with self.communicating("to receive from", other):
-                self._read(other, lambda line=line: tag not in line.wanted, end)  # type: ignore[misc]
 
     def _write(self, other: int, tag: int, size: int, parts: Sequence[memoryview], end: float) -> None:
         """Send a frame."""
@@ -197,7 +147,7 @@ class Links(Connections):
             try:
                 return line.line.sendmsg(some)
             except BlockingIOError:
-                self._poll(other, line.line, _WRITE, end)
+                self._poll(other, line.line, WRITE, end)
                 return 0
 
         try:
@@ -232,23 +182,6 @@ class Links(Connections):
         head = memoryview(bytearray(_FRAME.size))
         self._fill(other, head, end)
         tag, size = _FRAME.unpack(head)
-        if size == _READY:
-            packed = memoryview(bytearray(_RANGE.size))
-            self._fill(other, packed, end)
-            with line.change:
-                line.ready.setdefault(tag, deque()).append(SharedRange(*_RANGE.unpack(packed)))
-            return
-        with line.change:
-            wanted = line.wanted.pop(tag, None) if size == _FILLED else line.wanted.get(tag)
-        if size == _FILLED:
-            return
-        if wanted is not None:
-            if len(wanted) != size:
-                raise Lost(f"it sent {size} bytes, expected {len(wanted)}", other)
-            self._fill(other, wanted, end)
-            with line.change:
-                del line.wanted[tag]
-            return
         if size < 0:
             raise Lost(f"it sent a frame of {size} bytes", other)
         data = bytearray(size)
@@ -262,31 +195,13 @@ class Links(Connections):
             try:
                 n = line.recv_into(out)
             except BlockingIOError:
-                self._poll(other, line, _READ, end)
+                self._poll(other, line, READ, end)
                 continue
             except OSError as error:
                 raise Lost(str(error), other) from error
             if not n:
                 raise Lost("the connection was closed", other)
             out = out[n:]
-
-    def _poll(self, other: int, line: socket.socket, event: int, end: float) -> None:
-        """Wait until a line is ready; raises if a neighbour hangs up meanwhile, this rank gave up, or time is up."""
-        poll = select.poll()
-        poll.register(line, event)
-        watched = {}
-        if event == _READ:  # the neighbours wait for this rank, or have yet to send what it waits for
-            for rank in self._neighbours:
-                if rank != other and rank in self._lines:
-                    watched[self._lines[rank].line.fileno()] = rank
-                    poll.register(self._lines[rank].line, _HUNG_UP)
-        self._check(other)
-        ready = [fd for fd, _ in poll.poll(max(0.0, end - time.monotonic()) * 1000)]
-        self._check(other)
-        if not ready:
-            raise Lost("timed out", other, late=True)
-        if line.fileno() not in ready:
-            raise Lost("the connection was closed", watched[ready[0]])
 
 
 def _joined(parts: Sequence[_Directory], error: BaseException | None) -> _Directory:

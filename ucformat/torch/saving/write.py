@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -244,10 +245,13 @@ def _send_all(
     failures: list[BaseException],
 ) -> None:
     try:
-        for message in messages:
-            group.send_bulk([row_major_bytes(elements(f)) for f in message.fragments], message.to)
+        group.send_bulk((m.to, partial(_bytes_of, m.fragments, elements)) for m in messages)
     except BaseException as error:  # noqa: BLE001 - raised by `write_shards`
         failures.append(error)
+
+
+def _bytes_of(fragments: Sequence[Fragment], elements: Callable[[Fragment], Elements]) -> list[Memory]:
+    return [row_major_bytes(elements(f)) for f in fragments]
 
 
 def _receive(group: Group, arrays: Sequence[Array], batch: ShardBatch, buffer: _Buffer) -> dict[Fragment, Memory]:
