@@ -6,52 +6,45 @@ Their boxes, files and offsets are computed when a tensor is read, so a sidecar 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
 from ucformat.errors import LayoutError
 from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
-from ucformat.format.distribution import Cut, Distribution, RankMesh
-from ucformat.format.stored_tensors import StoredTensors
 from ucformat.geometry.box import Box
-from ucformat.schema import ITEMSIZE
-from ucformat.schema.documents import DescribedDoc, DistributionDoc, MeshDoc
+from ucformat.geometry.tensor import FileRun
 from ucformat.schema.manifest import MAX_RANKS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
+    from ucformat.format.distribution import Distribution, Line
     from ucformat.geometry.tensor import TensorInfo, Tiles
-    from ucformat.schema.tensors import TensorTable
+    from ucformat.schema.documents import DescribedDoc
 
 __all__ = [
     "ALIGNMENT",
-    "COLUMNS",
-    "DESCRIBED_TILE",
     "Described",
     "DescribedRow",
-    "decode_rows",
-    "describe",
-    "encode_rows",
     "file_order",
+    "kind_of",
     "packed_file",
+    "without_position",
 ]
 
 #: Bytes: each box of a packed file begins at a multiple of it, so that the file can be mapped; zeros fill the gaps.
 ALIGNMENT = 64
 
-#: Columns of the sidecar, with a row for each described tensor; and one with a row for each dim of these.
-COLUMNS = ("described", "distribution", "writer", "position")
-DESCRIBED_TILE = "described_tile"
-
+_FEWEST = 8  # boxes along a dim for which runs are looked for
 _MAX_WORK = 1 << 25  # coordinates of all meshes, each counted for every group of rows: bounds the memory of a reader
 _MAX_TILES = 1 << 20  # of the box of one rank
 _MAX_NBYTES = 1 << 60  # of all tensors: offsets fit in 64 bits
@@ -108,10 +101,10 @@ class _Group:
     stored: NDArray[np.int64]  # bytes of a row at each coordinate, padded to the alignment; replicas have one index
     begin: NDArray[np.int64]  # the byte at which the first row begins in the file of each coordinate
 
-    def offset(self, coordinate: tuple[int, ...], before: int) -> int:
-        """The offset of a row, of which so many of the group precede in its file."""
+    def offset(self, coordinate: tuple[Any, ...], before: int) -> Any:
+        """The offset of a row, of which so many of the group precede in its file; of arrays of indices, an array."""
         at = tuple(0 if n == 1 else i for n, i in zip(self.stored.shape, coordinate, strict=True))
-        return int(self.begin[coordinate]) + before * int(self.stored[at])
+        return self.begin[coordinate] + before * self.stored[at]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +123,26 @@ class _FlatGroup:
         low = coordinate[d.axes[-1]] * d.part
         held = (self.start < low + d.part) & (self.stop > low) & (self.writer == d.copy_of(coordinate))
         return [self.rows[n] for n in np.flatnonzero(held).tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class _RankFiles(Sequence[str]):
+    """The files of some ranks."""
+
+    folder: str
+    ranks: range
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> _RankFiles: ...
+    def __getitem__(self, index: int | slice) -> str | _RankFiles:
+        if isinstance(index, slice):
+            return _RankFiles(self.folder, self.ranks[index])
+        return packed_file(self.folder, self.ranks[index])
 
 
 class Described:
@@ -168,8 +181,8 @@ class Described:
         self._flat_groups: list[_FlatGroup] = []
         self._flat_file = lru_cache(maxsize=1 << 14)(self._lay_out_flat)
         if kinds is None:
-            own = ((_without_position(r.distribution), infos[r.tensor], r.tile) for r in self.rows)
-            kinds = [_kind(d, info.shape, info.itemsize, tile) for d, info, tile in own]
+            own = ((without_position(r.distribution), infos[r.tensor], r.tile) for r in self.rows)
+            kinds = [kind_of(d, info.shape, info.itemsize, tile) for d, info, tile in own]
         self._lay_out(kinds)
 
     def __contains__(self, tensor: int) -> bool:
@@ -269,9 +282,37 @@ class Described:
             rank = int(ranks[coordinate])
             if d.flat is None:
                 group, before = self._in_group[row]
-                yield rank, box, self._groups[group].offset(coordinate, before)
+                yield rank, box, int(self._groups[group].offset(coordinate, before))
             else:
                 yield rank, box, self._flat_file(rank)[row, box]
+
+    def file_runs(self, tensor: int, within: Box) -> Iterator[Tiles | FileRun]:
+        """The extents of a tensor; those that many files have at the same place are one `FileRun`.
+
+        Args:
+            tensor: its number in the manifest.
+            within: only extents that intersect this box of the tensor, and perhaps others.
+        """
+        row = self._row[tensor]
+        (_, d, writer, _), shape = self.rows[row], self.infos[tensor].shape
+        if d.flat is not None or not within.size or d.most_parts(shape, within) < _FEWEST:
+            yield from self.extents(tensor, within)
+            return
+        tiling = self.tiling(tensor)
+        group, before = self._in_group[row]
+        for line in d.lines(shape, within):
+            coordinate = d.coordinate(line.at, writer)
+            offsets = self._groups[group].offset(coordinate, before)
+            for first, ranks in _equal(line, offsets, d.mesh.ranks[coordinate]):
+                files, offset = _RankFiles(self.folder, ranks), int(offsets[first])
+                box = line.box(first)
+                size, tile = box.shape[line.dim], tiling.tile[line.dim]
+                if box.start[line.dim] % size or (size % tile and tile % size):  # tiles lie differently in each box
+                    for n, file in enumerate(files):
+                        yield from tiling.runs(line.box(first + n), file, offset, within)
+                    continue
+                for tiles in tiling.runs(box, files[0], offset, _across(within, box, line.dim)):
+                    yield FileRun(tiles, line.dim, files)
 
     def tiling(self, tensor: int) -> Tiling:
         """How the boxes of a tensor are stored.
@@ -293,8 +334,38 @@ class Described:
             yield from tiling.runs(box, packed_file(self.folder, rank), offset, within)
 
 
-def _kind(d: Distribution, shape: tuple[int, ...], itemsize: int, tile: tuple[int, ...]) -> Any:
-    """What a row has in common with those of its group; `d` is without its position in a flat buffer."""
+def _across(within: Box, box: Box, dim: int) -> Box:
+    """A box with the range of another one along a dim."""
+    start, shape = list(within.start), list(within.shape)
+    start[dim], shape[dim] = box.start[dim], box.shape[dim]
+    return Box(tuple(start), tuple(shape))
+
+
+def _equal(line: Line, offsets: NDArray[np.int64], ranks: NDArray[np.int64]) -> Iterator[tuple[int, range]]:
+    """The runs of boxes of equal size that lie at one offset: the number of the first box, and the ranks."""
+    sizes = np.diff(line.edges)
+    steps = np.diff(ranks)
+    other = (np.diff(sizes) != 0) | (np.diff(offsets) != 0)
+    first = 0
+    ends = np.flatnonzero(other | np.diff(steps, prepend=steps[:1]).astype(bool)).tolist()
+    for last in (*ends, len(ranks) - 1):
+        goes_on = last < len(steps) and not other[last] and (last == first or steps[last] == steps[first])
+        if last >= first and not goes_on:
+            step = int(steps[first]) if last > first else 1
+            if sizes[first]:
+                yield first, range(int(ranks[first]), int(ranks[last]) + (1 if step > 0 else -1), step)
+            first = last + 1
+
+
+def kind_of(d: Distribution, shape: tuple[int, ...], itemsize: int, tile: tuple[int, ...]) -> Any:
+    """What a row has in common with those of its group.
+
+    Args:
+        d: how the ranks hold the tensor, without its position in a flat buffer.
+        shape: of the tensor, in elements.
+        itemsize: bytes of one element.
+        tile: the edges of the tiles.
+    """
     return (d, shape, itemsize, tile) if d.flat is None else d
 
 
@@ -308,90 +379,10 @@ def _stored(d: Distribution, shape: tuple[int, ...], tiling: Tiling) -> NDArray[
     return padded
 
 
-def describe(described: Described) -> DescribedDoc:
-    """Return the metadata of described tensors.
+def without_position(d: Distribution) -> Distribution:
+    """A distribution of a tensor at the beginning of its flat buffer, if any.
 
     Args:
-        described: the tensors.
+        d: the distribution.
     """
-    numbers = _numbers(described)
-    meshes = {mesh: n for n, mesh in enumerate(dict.fromkeys(d.mesh for d in numbers))}
-    return DescribedDoc(
-        tensors=len(described.rows),
-        folder=described.folder,
-        meshes=tuple(MeshDoc(sizes=m.sizes, first=m.first, strides=m.strides, ranks=m.listed) for m in meshes),
-        distributions=tuple(
-            DistributionDoc(mesh=meshes[d.mesh], cuts=d.cuts, flat=d.flat, part=d.part) for d in numbers
-        ),
-    )
-
-
-def encode_rows(described: Described) -> dict[str, NDArray[np.int64]]:
-    """Return the columns of described tensors.
-
-    Args:
-        described: the tensors.
-    """
-    numbers = _numbers(described)
-    table = [
-        (r.tensor, numbers[_without_position(r.distribution)], r.writer, r.distribution.position)
-        for r in described.rows
-    ]
-    columns = dict(zip(COLUMNS, np.array(table, np.int64).reshape(-1, len(COLUMNS)).T, strict=True))
-    return {**columns, DESCRIBED_TILE: np.array([t for r in described.rows for t in r.tile], np.int64)}
-
-
-def _numbers(described: Described) -> dict[Distribution, int]:
-    """The number of each distribution, without positions in flat buffers."""
-    distinct = dict.fromkeys(r.distribution for r in described.rows)
-    return {d: n for n, d in enumerate(dict.fromkeys(map(_without_position, distinct)))}
-
-
-def _without_position(d: Distribution) -> Distribution:
     return replace(d, position=0) if d.position else d
-
-
-def decode_rows(doc: DescribedDoc, columns: Mapping[str, NDArray[np.int64]], tensors: TensorTable) -> Described:
-    """Return the described tensors of a sidecar.
-
-    Args:
-        doc: their metadata.
-        columns: their columns, of the sizes that follow from the tensors.
-        tensors: of the manifest.
-
-    Raises:
-        LayoutError: they are impossible.
-    """
-    meshes = list(map(_mesh, doc.meshes))
-    if max((d.mesh for d in doc.distributions), default=-1) >= len(meshes):
-        raise LayoutError("a distribution has a mesh that is not listed")
-    known = [
-        Distribution(meshes[d.mesh], tuple(Cut(*cut) for cut in d.cuts), d.flat, d.part) for d in doc.distributions
-    ]
-    rows, kinds, tiles, end = [], [], columns[DESCRIBED_TILE].tolist(), 0
-    of_kind = [(k.shape, ITEMSIZE[k.dtype]) for k in tensors.kinds]
-    last: tuple[Any, ...] = ()  # rows of a group follow each other; most of 200,000 are of a few groups
-    for tensor, number, writer, position in zip(*(columns[name].tolist() for name in COLUMNS), strict=True):
-        shape, itemsize = of_kind[tensors.kind[tensor]]
-        begin, end = end, end + len(shape)
-        tile = tuple(tiles[begin:end])
-        if last != (number, shape, itemsize, tile):
-            if not 0 <= number < len(known):
-                raise LayoutError("a tensor has a distribution that is not listed")
-            last, d = (number, shape, itemsize, tile), known[number]
-            kind = _kind(d, shape, itemsize, tile)
-        rows.append(DescribedRow(tensor, replace(d, position=position) if position else d, writer, tile))
-        kinds.append(kind)
-    return Described(rows, StoredTensors(tensors), doc.folder, kinds)
-
-
-def _mesh(doc: MeshDoc) -> RankMesh:
-    """The mesh of a document; LayoutError if it is impossible."""
-    size = math.prod(doc.sizes)
-    listed = len(doc.ranks) == size and not doc.strides
-    if size > MAX_RANKS or not (listed or (len(doc.strides) == len(doc.sizes) and not doc.ranks)):
-        raise LayoutError(f"a mesh of the sizes {doc.sizes} is impossible")
-    mesh = RankMesh(doc.sizes, doc.first, doc.strides, doc.ranks)
-    if int(mesh.ranks.max()) >= MAX_RANKS or len(np.unique(mesh.ranks)) < size:
-        raise LayoutError(f"a mesh of the sizes {doc.sizes} has a rank twice, or one above {MAX_RANKS}")
-    return mesh

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Cut", "Distribution", "Holding", "RankMesh"]
+__all__ = ["Cut", "Distribution", "Holding", "Line", "RankMesh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,33 @@ class Holding(NamedTuple):
     box: Box
 
 
+class Line(NamedTuple):
+    """Boxes of some coordinates that follow each other along a dim; some may have no elements.
+
+    Attributes:
+        at: for each axis that cuts the tensor, the index of each coordinate.
+        dim: the dim.
+        edges: where each box begins along the dim, and where the last one ends.
+        first: the first box.
+    """
+
+    at: tuple[NDArray[np.int64], ...]
+    dim: int
+    edges: NDArray[np.int64]
+    first: Box
+
+    def box(self, number: int) -> Box:
+        """One of the boxes.
+
+        Args:
+            number: of the box.
+        """
+        start, shape = list(self.first.start), list(self.first.shape)
+        start[self.dim] = int(self.edges[number])
+        shape[self.dim] = int(self.edges[number + 1]) - start[self.dim]
+        return Box(tuple(start), tuple(shape))
+
+
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """How the ranks of a mesh hold a tensor.
@@ -157,11 +184,11 @@ class Distribution:
             at = at * self.mesh.sizes[axis] + coordinate[axis]
         return at
 
-    def coordinate(self, at: tuple[int, ...], copy: int) -> tuple[int, ...]:
+    def coordinate(self, at: tuple[Any, ...], copy: int) -> tuple[Any, ...]:
         """The coordinate of one of the ranks that hold the same part.
 
         Args:
-            at: the indices over `axes`.
+            at: the indices over `axes`, or arrays of indices.
             copy: which of these ranks, as from `copy_of`.
         """
         out = dict(zip(self.axes, at, strict=True))
@@ -281,17 +308,42 @@ class Distribution:
             else:
                 yield from self._parts(*found, within)
 
+    def most_parts(self, shape: tuple[int, ...], within: Box) -> int:
+        """About how many parts of any one dim a box intersects.
+
+        Args:
+            shape: of the tensor, in elements.
+            within: the box, with elements.
+        """
+        return max((math.prod(self.degrees(c.dim)) * within.shape[c.dim] // shape[c.dim] for c in self.cuts), default=0)
+
+    def lines(self, shape: tuple[int, ...], within: Box) -> Iterator[Line]:
+        """The boxes of `holdings`, if there is no flat buffer, those that follow each other along one dim together.
+
+        Args:
+            shape: of the tensor, in elements.
+            within: the box.
+        """
+        bounds = self.bounds(shape)
+        found = _meeting(bounds, within)
+        dim = max(range(len(shape)), key=lambda n: len(found[n]))
+        index = np.arange(found[dim].start, found[dim].stop)
+        edges = bounds[dim][found[dim].start : found[dim].stop + 1]
+        for parts in product(*(r[:1] if n == dim else r for n, r in enumerate(found))):
+            by_dim = [list(_unravel(index if n == dim else i, self.degrees(n))) for n, i in enumerate(parts)]
+            at = tuple(np.broadcast_to(by_dim[c.dim].pop(0), index.shape) for c in self.cuts)
+            start = tuple(int(b[i]) for b, i in zip(bounds, parts, strict=True))
+            stop = tuple(int(b[i + 1]) for b, i in zip(bounds, parts, strict=True))
+            if all(b > a or n == dim for n, (a, b) in enumerate(zip(start, stop, strict=True))):
+                yield Line(at, dim, edges, Box(start, tuple(b - a for a, b in zip(start, stop, strict=True))))
+
     def _locals(self, shape: tuple[int, ...], within: Box) -> Iterator[Holding]:
         """The boxes that the cuts leave, and that intersect a box."""
         if not within.size:
             return
         degrees = [self.degrees(d) for d in range(len(shape))]
         bounds = self.bounds(shape)
-        found = (
-            range(int(np.searchsorted(b, a, "right")) - 1, int(np.searchsorted(b, a + n, "left")))
-            for b, a, n in zip(bounds, within.start, within.shape, strict=True)
-        )
-        for parts in product(*found):
+        for parts in product(*_meeting(bounds, within)):
             start = tuple(int(b[i]) for b, i in zip(bounds, parts, strict=True))
             stop = tuple(int(b[i + 1]) for b, i in zip(bounds, parts, strict=True))
             local = Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
@@ -318,8 +370,16 @@ class Distribution:
                     yield Holding((*at, part), moved)
 
 
-def _unravel(index: int, degrees: Sequence[int]) -> tuple[int, ...]:
-    """The indices of a part, one for each cut of its dim."""
+def _meeting(bounds: Sequence[NDArray[np.int64]], within: Box) -> list[range]:
+    """For each dim, the parts that a box intersects."""
+    return [
+        range(int(np.searchsorted(b, a, "right")) - 1, int(np.searchsorted(b, a + n, "left")))
+        for b, a, n in zip(bounds, within.start, within.shape, strict=True)
+    ]
+
+
+def _unravel(index: Any, degrees: Sequence[int]) -> tuple[Any, ...]:
+    """The indices of a part, or of an array of parts, one for each cut of its dim."""
     out = []
     for n in reversed(degrees):
         index, at = divmod(index, n)

@@ -19,7 +19,7 @@ from safetensors.numpy import load
 
 from ucformat.errors import IntegrityError, LayoutError, UnsafeError, UnsupportedError, UpgradeNeeded, UsageError
 from ucformat.format.chunking import Tiling
-from ucformat.format.described import COLUMNS, DESCRIBED_TILE, decode_rows, describe, encode_rows
+from ucformat.format.described_rows import COLUMNS, DESCRIBED_TILE, decode_rows, describe, encode_rows
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.schema.documents import DescribedDoc

@@ -32,10 +32,10 @@ from ucformat.storage.local import LocalStore
 from ucformat.storage.watched import WatchedStore, first_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.format.sidecar import Sidecar
-    from ucformat.geometry.tensor import Extent, Tiles
+    from ucformat.geometry.tensor import Extent, FileRun, Tiles
     from ucformat.schema.manifest import FileDoc
     from ucformat.storage.base import Store
 
@@ -184,6 +184,19 @@ class Universal:
         self._check_large(doc, grid, Box.whole(doc.shape) if within is None else within)
         for shard in grid.shards(within):
             yield grid.tiles(shard, shard_key(doc.path, shard))
+
+    def file_runs(self, key: Key, within: Box) -> Iterable[Extent | Tiles | FileRun]:
+        """See `HasFileRuns`.
+
+        Args:
+            key: name and state of the tensor.
+            within: the box, in elements of the tensor.
+        """
+        described = self.sidecar().described if self.docs[key].path is None else None
+        row = self.manifest.tensors.row(*key)
+        if described is None or row is None or row not in described:
+            return self.extents(key, within)
+        return described.file_runs(row, within)
 
     def missing_shards(self, doc: TensorDoc) -> int:
         """The least number of missing files of an array with at least 10,000 shards (0 for others).

@@ -14,7 +14,7 @@ from ucformat.schema import ITEMSIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Block", "Extent", "Key", "Piece", "TensorInfo", "TensorList", "Tiles", "single_extents"]
+__all__ = ["Block", "Extent", "FileRun", "Key", "Piece", "TensorInfo", "TensorList", "Tiles", "single_extents"]
 
 
 class Key(NamedTuple):
@@ -185,6 +185,62 @@ class Tiles:
             offset = self.offset + sum(i * s for i, s in zip(at, steps, strict=True))
             block = Block(offset, self.pitch - 4, placed=self.placed)
             yield Extent(Box(start, shape), self.file, offset, strides, block)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRun:
+    """Boxes of equal shape that follow each other along a dim, each in a file of its own, all at the same place of it.
+
+    It is equivalent to `Tiles` for each file, and planning does not have to enumerate the files.
+
+    Attributes:
+        first: the box in the first file.
+        dim: the dim.
+        files: the keys of the files.
+    """
+
+    first: Tiles
+    dim: int
+    files: Sequence[str]
+
+    @property
+    def file(self) -> str:
+        """The first file."""
+        return self.first.file
+
+    @property
+    def box(self) -> Box:
+        """The box that all of them form."""
+        shape = list(self.first.box.shape)
+        shape[self.dim] *= len(self.files)
+        return Box(self.first.box.start, tuple(shape))
+
+    def tiles(self, number: int) -> Tiles:
+        """The box in one of the files.
+
+        Args:
+            number: of the file.
+        """
+        f = self.first
+        start = list(f.box.start)
+        start[self.dim] += number * f.box.shape[self.dim]
+        return Tiles(Box(tuple(start), f.box.shape), self.files[number], f.offset, f.chunk, f.itemsize, f.steps)
+
+    def parts(self, within: Box) -> Iterator[tuple[Tiles, Sequence[str]]]:
+        """The files of which a box intersects the same part: what the first of them has, and the others.
+
+        Args:
+            within: the box, which intersects this one.
+        """
+        size, begin = self.first.box.shape[self.dim], self.first.box.start[self.dim]
+        low = max(0, within.start[self.dim] - begin)
+        high = min(len(self.files) * size, within.stop[self.dim] - begin)
+        first, last = -(-low // size), high // size  # those that are wholly within
+        if first < last:
+            yield self.tiles(first), self.files[first + 1 : last]
+        for cut in dict.fromkeys((low // size, (high - 1) // size)):
+            if not first <= cut < last:
+                yield self.tiles(cut), ()
 
 
 def single_extents(found: Iterable[Extent | Tiles]) -> Iterator[Extent]:

@@ -27,7 +27,8 @@ class Copy:
     All values are in bytes. Dims are folded: adjacent dims that one stride covers on both sides are one dim; the last
     is a run of bytes that is contiguous on both sides. In a request of a plan, `src` counts from the first byte of the
     request; the copy is repeated `count` times, `src_step` and `dst_step` apart. With a `block`, each repetition is
-    within a block of its own, `src_step` apart, whose checksum is verified.
+    within a block of its own, `src_step` apart, whose checksum is verified. If the request stands for several files,
+    the copies from the next one follow `file_step` bytes later in the buffer.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class Copy:
     count: int = 1
     src_step: int = 0
     dst_step: int = 0
+    file_step: int = 0
 
     @property
     def nbytes(self) -> int:

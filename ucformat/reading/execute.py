@@ -42,20 +42,21 @@ def default_threads() -> int:
     return min(16, max(2, len(os.sched_getaffinity(0))))
 
 
-def _batches(plan: Plan, costs: Costs) -> list[list[Request]]:
-    """The plan's requests in batches that one thread makes at once: of one file, and limited by `costs`.
+def _batches(requests: Iterable[Request], costs: Costs) -> Iterator[list[Request]]:
+    """Requests in batches that one thread makes at once: of one file, and limited by `costs`.
 
     The requests of a batch wait for the network together.
     """
-    batches: list[list[Request]] = []
+    batch: list[Request] = []
     nbytes = ranges = 0
-    for r in plan.requests:
+    for r in requests:
         nbytes, ranges = nbytes + r.total, ranges + r.count
-        if not batches or batches[-1][0].file != r.file or nbytes > costs.request or ranges > costs.together:
-            batches.append([])
-            nbytes, ranges = r.total, r.count
-        batches[-1].append(r)
-    return batches
+        if batch and (batch[0].file != r.file or nbytes > costs.request or ranges > costs.together):
+            yield batch
+            batch, nbytes, ranges = [], r.total, r.count
+        batch.append(r)
+    if batch:
+        yield batch
 
 
 def _split(batch: list[Request]) -> Iterator[list[Request]]:
@@ -158,8 +159,12 @@ def execute(
         MissingData: a file is missing, or ends before the last byte to read.
     """
     costs = store.costs
-    batches = _batches(plan, costs)
-    pending = chain.from_iterable(map(_split, batches))
+    if any(r.others for r in plan.requests):  # there may be too many to make them all now
+        pending, number = chain.from_iterable(map(_split, _batches(plan.each(), costs))), plan.ranges
+    else:
+        batches = list(_batches(plan.requests, costs))
+        pending = chain.from_iterable(map(_split, batches))
+        number = sum(batch[0].count if batch[0].is_checked else 1 for batch in batches)
     lock = threading.Lock()
     failed = threading.Event()
 
@@ -184,7 +189,6 @@ def execute(
             failed.set()
             raise
 
-    number = sum(batch[0].count if batch[0].is_checked else 1 for batch in batches)
     count = min(threads or _parallel(plan, costs, number), number)
     if count <= 1:
         work()

@@ -6,11 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import CoverageError, Inconsistent, IntegrityError, MissingData
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.tensor import Block, TensorInfo, Tiles
+from ucformat.geometry.tensor import Block, Extent, FileRun, TensorInfo, Tiles
 from ucformat.reading.copies import Copy, copies
 from ucformat.reading.garbage import gc_paused
 from ucformat.storage.base import Costs
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Piece
+    from ucformat.geometry.tensor import Piece
 
 __all__ = ["Plan", "ReadItem", "Request", "Verify", "make_plan"]
 
@@ -38,7 +39,8 @@ class Request:
     """One range of bytes of a file, and the copies of it to buffers.
 
     With a `count` it represents `count` ranges, `step` bytes apart: its only copy is that of the first range, and the
-    copies of further ones follow in memory, `dst_step` bytes apart.
+    copies of further ones follow in memory, `dst_step` bytes apart. With `others` it represents the same ranges of
+    these files too.
     """
 
     file: str
@@ -47,11 +49,12 @@ class Request:
     copies: tuple[Copy, ...]
     count: int = 1
     step: int = 0
+    others: Sequence[str] = ()
 
     @property
     def total(self) -> int:
-        """Bytes of all ranges."""
-        return self.count * self.nbytes
+        """Bytes of all ranges of all files."""
+        return self.count * self.nbytes * (1 + len(self.others))
 
     @property
     def end(self) -> int:
@@ -62,6 +65,26 @@ class Request:
     def is_checked(self) -> bool:
         """Whether checksums of its bytes are verified."""
         return self.copies[0].block is not None
+
+    def repeated(self, others: Sequence[str], step: int) -> Request:
+        """This request for further files.
+
+        Args:
+            others: the files.
+            step: bytes from the copies of one file to those of the next, in the buffer.
+        """
+        copies = tuple(replace(c, file_step=step) for c in self.copies)
+        return Request(self.file, self.offset, self.nbytes, copies, self.count, self.step, others)
+
+    def in_file(self, number: int) -> Request:
+        """The request for one of its files.
+
+        Args:
+            number: 0 is `file`, 1 the first of the others.
+        """
+        file = self.others[number - 1] if number else self.file
+        copies = tuple(_placed(c, c.src, c.dst + number * c.file_step) for c in self.copies)
+        return Request(file, self.offset, self.nbytes, copies, self.count, self.step)
 
     def ranges(self) -> Iterator[Request]:
         """Each range of whole chunks as a request of its own."""
@@ -89,15 +112,47 @@ class Plan:
     @property
     def ranges(self) -> int:
         """Number of ranges that will be read."""
-        return sum(r.count for r in self.requests)
+        return sum(r.count * (1 + len(r.others)) for r in self.requests)
 
     @property
     def files(self) -> dict[str, int]:
         """Bytes that will be read from each file."""
         read: Counter[str] = Counter()
-        for r in self.requests:
-            read[r.file] += r.total
+        for files, found in self._by_files().items():
+            read.update(dict.fromkeys(_each(files), sum(r.count * r.nbytes for r in found)))
         return dict(read)
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """The byte after the last one to read, of each file."""
+        out: dict[str, int] = {}
+        for files, found in self._by_files().items():
+            end = max(r.end for r in found)
+            for file in _each(files):
+                out[file] = max(end, out.get(file, 0))
+        return out
+
+    def each(self) -> Iterator[Request]:
+        """The requests of single files, in order of file and offset."""
+        found: dict[str, list[tuple[list[Request], int]]] = {}
+        for files, requests in self._by_files().items():
+            for number, file in enumerate(_each(files)):
+                found.setdefault(file, []).append((requests, number))
+        for file in sorted(found):
+            of_file = [r.in_file(number) if r.others else r for requests, number in found[file] for r in requests]
+            yield from sorted(of_file, key=attrgetter("offset"))
+
+    def _by_files(self) -> dict[tuple[str, Sequence[str]], list[Request]]:
+        """The requests by the files for which they stand."""
+        out: dict[tuple[str, Sequence[str]], list[Request]] = {}
+        for r in self.requests:
+            out.setdefault((r.file, r.others), []).append(r)
+        return out
+
+
+def _each(files: tuple[str, Sequence[str]]) -> Iterator[str]:
+    yield files[0]
+    yield from files[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +160,7 @@ class ReadItem:
     """A tensor to read: its extents, and the pieces to fill, each with the number of its buffer."""
 
     info: TensorInfo
-    extents: Iterable[Extent | Tiles]
+    extents: Iterable[Extent | Tiles | FileRun]
     pieces: Sequence[tuple[int, Piece]]
 
 
@@ -133,20 +188,20 @@ def make_plan(items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs 
         unverified += exposed
         besides += extra
         needed += sum(p.box.size for _, p in item.pieces) * item.info.itemsize
-    requests.sort(key=lambda r: (r.file, r.offset))
+    requests.sort(key=lambda r: (r.file, len(r.others), r.offset))
     return Plan(tuple(_join(requests, costs)), needed, unverified, besides)
 
 
-def _located(item: ReadItem) -> tuple[ReadItem, list[Extent | Tiles]]:
+def _located(item: ReadItem) -> tuple[ReadItem, list[Extent | Tiles | FileRun]]:
     """An item, and its extents without further replicas of a box, if any of its pieces has elements."""
-    first: dict[object, Extent | Tiles] = {}
+    first: dict[object, Extent | Tiles | FileRun] = {}
     for e in item.extents if any(p.box.size for _, p in item.pieces) else ():
         first.setdefault(e.box, e)
     return item, list(first.values())
 
 
 def _read_tensor(
-    item: ReadItem, extents: Sequence[Extent | Tiles], verify: Verify, costs: Costs
+    item: ReadItem, extents: Sequence[Extent | Tiles | FileRun], verify: Verify, costs: Costs
 ) -> tuple[list[Request], int, int]:
     """The requests for a tensor, the bytes that are not verified, and those that are read only to verify checksums."""
     requests: list[Request] = []
@@ -157,18 +212,39 @@ def _read_tensor(
         overlapping = [e for e in extents if e.box.intersect(piece.box)]
         _check_coverage(item.info, piece, overlapping)
         for extent in overlapping:
-            if not isinstance(extent, Tiles) and extent.leaves_block(item.info.itemsize):
+            if isinstance(extent, Extent) and extent.leaves_block(item.info.itemsize):
                 raise IntegrityError(
                     f"{item.info.key}: the bytes of {extent.box} leave the block of {extent.file} with their checksum",
                     hint="restore what lists them, the sidecar or the file's own header, from another copy",
                 )
-            for inner, outer, block, whole in copies(extent, piece, item.info.itemsize):
-                if block is None or not _is_checked(extent, block, verify, costs, whole=whole):
-                    unverified += outer.nbytes * inner.nbytes
-                    requests += _ranges(buffer, extent.file, inner.within(outer), costs)
-                    continue
-                besides += outer.nbytes * (block.stored - inner.nbytes)
-                requests += _whole_chunks(buffer, extent.file, inner, outer, block, costs)
+            if not isinstance(extent, FileRun):
+                found, exposed, extra = _read_extent(buffer, piece, extent, item.info.itemsize, verify, costs)
+                requests += found
+                unverified += exposed
+                besides += extra
+                continue
+            step = piece.strides[extent.dim] * extent.first.box.shape[extent.dim] * item.info.itemsize
+            for tiles, others in extent.parts(piece.box):
+                found, exposed, extra = _read_extent(buffer, piece, tiles, item.info.itemsize, verify, costs)
+                requests += [r.repeated(others, step) for r in found] if others else found
+                unverified += exposed * (1 + len(others))
+                besides += extra * (1 + len(others))
+    return requests, unverified, besides
+
+
+def _read_extent(
+    buffer: int, piece: Piece, extent: Extent | Tiles, itemsize: int, verify: Verify, costs: Costs
+) -> tuple[list[Request], int, int]:
+    """As `_read_tensor`, for one piece and one extent."""
+    requests: list[Request] = []
+    unverified = besides = 0
+    for inner, outer, block, whole in copies(extent, piece, itemsize):
+        if block is None or not _is_checked(extent, block, verify, costs, whole=whole):
+            unverified += outer.nbytes * inner.nbytes
+            requests += _ranges(buffer, extent.file, inner.within(outer), costs)
+            continue
+        besides += outer.nbytes * (block.stored - inner.nbytes)
+        requests += _whole_chunks(buffer, extent.file, inner, outer, block, costs)
     return requests, unverified, besides
 
 
@@ -179,7 +255,7 @@ def _is_checked(extent: Extent | Tiles, block: Block, verify: Verify, costs: Cos
     return verify != "never"
 
 
-def _check_coverage(info: TensorInfo, piece: Piece, extents: list[Extent | Tiles]) -> None:
+def _check_coverage(info: TensorInfo, piece: Piece, extents: list[Extent | Tiles | FileRun]) -> None:
     """Prove that the extents contain every element of the piece exactly once."""
     common = [(e.file, box) for e in extents if (box := e.box.intersect(piece.box))]
     if len(common) == 1 and common[0][1] == piece.box:
@@ -281,7 +357,7 @@ def _join(requests: list[Request], costs: Costs) -> Iterator[Request]:
             joined = r.offset + r.nbytes - group[0].offset
             near = 0 <= gap <= costs.gap and gaps + gap <= max(_SMALL_GAP, joined // 100)
             single = r.count == group[-1].count == 1
-            if r.file == group[0].file and single and near and joined <= costs.join:
+            if (r.file, r.others) == (group[0].file, group[0].others) and single and near and joined <= costs.join:
                 gaps += gap
             else:
                 yield _joined(group)
@@ -295,12 +371,11 @@ def _joined(group: list[Request]) -> Request:
     if len(group) == 1:
         return group[0]
     first, last = group[0], group[-1]
-    moved = tuple(_moved(c, r.offset - first.offset) for r in group for c in r.copies)
-    return Request(first.file, first.offset, last.offset + last.nbytes - first.offset, moved)
+    moved = tuple(_placed(c, c.src + r.offset - first.offset, c.dst) for r in group for c in r.copies)
+    return Request(first.file, first.offset, last.offset + last.nbytes - first.offset, moved, others=first.others)
 
 
-def _moved(c: Copy, by: int) -> Copy:
-    """The same copy in a request that begins `by` bytes earlier."""
-    return Copy(
-        c.shape, c.src + by, c.src_strides, c.dst, c.dst_strides, c.buffer, c.block, c.count, c.src_step, c.dst_step
-    )
+def _placed(c: Copy, src: int, dst: int) -> Copy:
+    """The same copy from and to other places."""
+    where = (c.shape, src, c.src_strides, dst, c.dst_strides)
+    return Copy(*where, c.buffer, c.block, c.count, c.src_step, c.dst_step, c.file_step)

@@ -15,7 +15,7 @@ from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import check_out, memory_of
 from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.reading.read import read_planned
-from ucformat.reading.readable import TRACKERS
+from ucformat.reading.readable import TRACKERS, HasFileRuns
 from ucformat.storage.watched import check_unchanged
 
 if TYPE_CHECKING:
@@ -241,7 +241,8 @@ def item_for(source: Readable, info: TensorInfo, pieces: Sequence[tuple[int, Pie
         pieces: the pieces to fill, each with the number of its buffer.
     """
     near = bounding_box(piece.box for _, piece in pieces)
-    return ReadItem(info, () if near is None else source.extents(info.key, near), pieces)
+    find = source.file_runs if isinstance(source, HasFileRuns) else source.extents
+    return ReadItem(info, () if near is None else find(info.key, near), pieces)
 
 
 def _chosen(tensor_list: TensorList, states: Sequence[str] | None) -> TensorList:

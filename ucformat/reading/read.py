@@ -162,9 +162,7 @@ def _check_sizes(plan: Plan, store: Store) -> None:
     """
     if plan.bytes_read < _CHECK_SIZES:
         return
-    ends: dict[str, int] = {}
-    for r in plan.requests:
-        ends[r.file] = max(ends.get(r.file, 0), r.end)
+    ends = plan.ends
 
     def size_of(file: str) -> int:
         try:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Key, TensorList, Tiles
+    from ucformat.geometry.tensor import Extent, FileRun, Key, TensorList, Tiles
     from ucformat.storage.base import Store
 
 __all__ = [
     "TRACKERS",
     "CheckpointMetadata",
     "FileRecord",
+    "HasFileRuns",
     "IntKey",
     "LazyMapping",
     "LazySequence",
@@ -203,6 +204,19 @@ class FileRecord:
     crc32: int | None
     locate: Callable[[], int]
     near: int = 0
+
+
+@runtime_checkable
+class HasFileRuns(Protocol):
+    """A `Readable` whose tensors may lie at the same place of many files."""
+
+    def file_runs(self, key: Key, within: Box) -> Iterable[Extent | Tiles | FileRun]:
+        """The extents of `Readable.extents`; those that many files have at the same place are one `FileRun`.
+
+        Args:
+            key: name and state of the tensor.
+            within: the box, in elements of the tensor.
+        """
 
 
 class Readable(Protocol):

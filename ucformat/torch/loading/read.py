@@ -12,7 +12,7 @@ import torch
 
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, is_non_overlapping, row_major
-from ucformat.geometry.tensor import Piece, Tiles
+from ucformat.geometry.tensor import FileRun, Piece, Tiles
 from ucformat.reading.rank import item_for
 from ucformat.reading.read import read_items
 from ucformat.torch.loading.match import Matched
@@ -208,8 +208,10 @@ def _cut(ck: Checkpoint, stored: TensorInfo, piece: Piece) -> Iterator[Box]:
     if box.size * itemsize <= STAGED_BYTES or not box.shape:
         yield from blocks_of(box, itemsize, STAGED_BYTES)
         return
-    tiles = [e for e in item_for(ck.source, stored, [(0, piece)]).extents if isinstance(e, Tiles)]
-    ends = sorted({n for t in tiles for n in range(t.box.start[0], t.box.stop[0] + 1, t.chunk[0])})
+    found = item_for(ck.source, stored, [(0, piece)]).extents
+    runs = [(e.box, e.first if isinstance(e, FileRun) else e) for e in found]
+    tiled = [(box, tiles.chunk[0]) for box, tiles in runs if isinstance(tiles, Tiles)]
+    ends = sorted({n for box, edge in tiled for n in range(box.start[0], box.stop[0] + 1, edge)})
     rows = max(1, STAGED_BYTES // (box.size // box.shape[0] * itemsize))
     first, stop = box.start[0], box.stop[0]
     while first < stop:
