@@ -7,6 +7,7 @@ from collections import deque
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import sqlalchemy as sa
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.catalog.manifests import made_from, manifest, packed_over
+from ucformat.catalog import lineage
 from ucformat.catalog.database import Database
 from ucformat.catalog.lineage import (
     Lineage,
@@ -108,15 +110,21 @@ graphs = st.integers(1, 7).flatmap(
 made = iter(range(1 << 30))
 
 
-@settings(max_examples=60)
-@given(graph=graphs, up=st.booleans(), depth=st.none() | st.integers(0, 5) | st.integers(60, 70))
+@settings(max_examples=100)
+@given(
+    graph=graphs,
+    up=st.booleans(),
+    depth=st.none() | st.integers(0, 5) | st.integers(60, 70),
+    counted=st.sampled_from([1, 2, 64]),
+)
 def test_every_step_is_there_once_whatever_the_graph(
-    database: Database, graph: tuple[int, list[tuple[int, int | str]]], up: bool, depth: int | None
+    database: Database, graph: tuple[int, list[tuple[int, int | str]]], up: bool, depth: int | None, counted: int
 ) -> None:
     n, edges = graph
     names = [f"{next(made):032x}" for _ in range(n)]
     serials = bare(database, names, edges)
-    found = ask(database, serials[0], "up" if up else "down", depth)
+    with mock.patch.object(lineage, "_NEAR", counted):
+        found = ask(database, serials[0], "up" if up else "down", depth)
 
     distances: dict[int | str, int] = {0: 0}
     queue: deque[int | str] = deque([0])

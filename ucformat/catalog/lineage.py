@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from ucformat.catalog.models import Checkpoint, Edge, Location, Run
 from ucformat.catalog.recording import insert_edge
 from ucformat.catalog.refs import parse_ref, resolve
-from ucformat.catalog.rows import event
+from ucformat.catalog.rows import MAX_IN_LIST, event
 from ucformat.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ __all__ = [
 
 Direction = Literal["up", "down"]
 
-_NEAR = 64  # up to this depth the query counts steps; for more, following all edges is cheaper
+_NEAR = 64  # steps that one query counts
 _LOCK = 0x7563666C  # PostgreSQL's advisory lock while a link is added: "ucfl"
 
 
@@ -106,10 +106,7 @@ def load_lineage(
     start = connection.execute(
         sa.select(*_NODE).select_from(Checkpoint).outerjoin(Run).where(Checkpoint.serial == serial)
     ).one()
-    steps: dict[int, list[Row[Any]]] = {}
-    for r in _edges(connection, serial, depth, up=up):
-        steps.setdefault(r.child if up else r.parent, []).append(r)
-
+    steps = _steps(connection, serial, depth, up=up)
     keys, root = {serial: start.id}, start.id
     nodes = {root: _node(start, 0)}
     edges: list[LineageEdge] = []
@@ -171,7 +168,7 @@ def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp:
 def _link(connection: Connection, serial: int, parent: int, place: str | None, kind: str) -> bool:
     if connection.dialect.name == "postgresql":  # two concurrent links could close a cycle that neither sees
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
-    walk = _walk(connection, parent, None, up=True)
+    walk = _walk(connection, [parent], None, up=True)
     if parent == serial or connection.scalar(sa.select(walk.c.far).where(walk.c.far == serial).limit(1)) is not None:
         raise UsageError(
             "a checkpoint cannot be made from itself, or from one of its descendants",
@@ -207,15 +204,52 @@ _NODE = (
 )
 
 
-def _walk(connection: Connection, serial: int, depth: int | None, *, up: bool) -> CTE:
-    """The edges that are reached from a checkpoint, and the checkpoints that they lead to.
+_STEP = (
+    Edge.id.label("edge"),
+    Edge.child,
+    Edge.parent,
+    Edge.parent_url,
+    Edge.kind.label("edge_kind"),
+    Edge.depends,
+)
+
+
+def _steps(connection: Connection, serial: int, depth: int | None, *, up: bool) -> dict[int, list[Row[Any]]]:
+    """The edges that are reached in so many steps, by the checkpoint from which they lead on.
+
+    The query counts a few steps at a time: where ways of different lengths meet, it would follow the rest once for each
+    length.
+    """
+    steps: dict[int, list[Row[Any]]] = {}
+    reached, last, walked = {serial}, [serial], 0
+    while last and walked != depth:
+        further = None if depth is None else min(_NEAR, depth - walked)
+        new: dict[int, list[Row[Any]]] = {}
+        for at in range(0, len(last), MAX_IN_LIST):
+            for r in _edges(connection, last[at : at + MAX_IN_LIST], further, up=up):
+                near = r.child if up else r.parent
+                if near not in steps:
+                    new.setdefault(near, []).append(r)
+        steps |= {near: list({r.edge: r for r in rows}.values()) for near, rows in new.items()}
+        if further is None:
+            break
+        walked += further
+        for _ in range(further):
+            found = dict.fromkeys(r.serial for near in last for r in new.get(near, ()) if r.serial is not None)
+            last = [far for far in found if far not in reached]
+            reached.update(last)
+    return steps
+
+
+def _walk(connection: Connection, serials: Sequence[int], depth: int | None, *, up: bool) -> CTE:
+    """The edges that are reached from some checkpoints, and the checkpoints that they lead to.
 
     UNION drops edges that were reached before, so that cycles end and diamonds are followed once.
     """
     near, far = (Edge.child, Edge.parent) if up else (Edge.parent, Edge.child)
-    counted = depth is not None and depth <= _NEAR
+    counted = depth is not None
     distance = sa.literal_column("1", sa.Integer).label("distance")
-    first = sa.select(Edge.id.label("edge"), far.label("far"), distance).where(near == serial)
+    first = sa.select(Edge.id.label("edge"), far.label("far"), distance).where(near.in_(serials))
     walk = first.cte("walk", recursive=True)
     distance = (walk.c.distance + 1 if counted else walk.c.distance).label("distance")
     if connection.dialect.name == "postgresql":  # without statistics, a join would read the whole table at every step
@@ -226,12 +260,12 @@ def _walk(connection: Connection, serial: int, depth: int | None, *, up: bool) -
     return walk.union(further.where(walk.c.distance < depth) if counted else further)
 
 
-def _edges(connection: Connection, serial: int, depth: int | None, *, up: bool) -> Sequence[Row[Any]]:
+def _edges(connection: Connection, serials: Sequence[int], depth: int | None, *, up: bool) -> Sequence[Row[Any]]:
     """Each edge that is reached, in the order of recording, with the checkpoint that it leads to."""
-    walk = _walk(connection, serial, depth, up=up)
+    walk = _walk(connection, serials, depth, up=up)
     reached = sa.select(walk.c.edge, walk.c.far).distinct().subquery("reached")
     return connection.execute(
-        sa.select(Edge.child, Edge.parent, Edge.parent_url, Edge.kind.label("edge_kind"), Edge.depends, *_NODE)
+        sa.select(*_STEP, *_NODE)
         .select_from(reached)
         .join(Edge, Edge.id == reached.c.edge)
         .outerjoin(Checkpoint, Checkpoint.serial == reached.c.far)
