@@ -132,7 +132,7 @@ def test_what_is_read_is_what_was_written(
     found, values, store = case
     costs = data.draw(st.sampled_from([Costs(), Costs(request=64, join=32, gap=8), Costs(gap=0, short=0)]))
     items: dict[bool, list[ReadItem]] = {True: [], False: []}
-    expected = []
+    expected: list[tuple[np.ndarray[Any, Any], str]] = []
     for number, value in enumerate(values):
         info = found.infos[number]
         within = data.draw(boxes(value.shape))

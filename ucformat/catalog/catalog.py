@@ -197,13 +197,15 @@ class Catalog(CatalogReader):
         """
         from ucformat.catalog import deletion
         from ucformat.catalog.retention import plan_retention
+        from ucformat.catalog.retention_rows import retention_rows
 
         stamp = make_stamp()
         needed: dict[str, frozenset[str]] = {}
 
         def plan(c: Connection) -> RetentionPlan:
             about: dict[str, Any] = {"filters": policy.filters(), "metrics": policy.metrics(), "needed": needed}
-            return plan_retention(policy, deletion.retention_rows(c, stamp.now, **about), stamp.now)
+            about["scope"] = policy.scope
+            return plan_retention(policy, retention_rows(c, stamp.now, **about), stamp.now)
 
         with self._database.reading() as c:
             first = plan(c)

@@ -20,25 +20,22 @@ from ucformat.catalog.models import (
     Tag,
     Verification,
 )
-from ucformat.catalog.newest import select_newest_first
 from ucformat.catalog.rows import MAX_IN_LIST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import datetime
 
-    from sqlalchemy import BindParameter, ColumnElement, Connection, Row
+    from sqlalchemy import BindParameter, Connection, Row
+
 
 __all__ = [
-    "NEWEST",
     "AliasEntry",
     "Entry",
     "HoldEntry",
     "MoveEntry",
     "NoteEntry",
     "VerificationEntry",
-    "count_checkpoints",
-    "find_serials",
     "load_alias_history",
     "load_aliases",
     "load_by_id",
@@ -242,78 +239,6 @@ def _tuple(found: Iterable[Any] | None) -> tuple[Any, ...]:
 
 def _verification(r: Row[Any]) -> VerificationEntry:
     return VerificationEntry(r.at, r.ok, r.url, r.bytes_verified, r.bytes_unverified, tuple(r.problems), r.tool)
-
-
-#: The default order (`catalog.newest`).
-NEWEST = "newest"
-
-
-def find_serials(
-    connection: Connection,
-    where: str,
-    now: datetime,
-    *,
-    sort: str,
-    limit: int | None,
-    offset: int,
-    deleted: bool,
-) -> list[int]:
-    """Find the checkpoints that match a filter.
-
-    Args:
-        connection: a transaction.
-        where: the filter; empty for all checkpoints.
-        now: the time that ages and holds refer to.
-        sort: the keys to sort by, or NEWEST.
-        limit: the maximum number of checkpoints (None: all).
-        offset: how many to skip.
-        deleted: include those that are no longer committed, as a filter on `state` does.
-
-    Returns:
-        Their serials, in order.
-    """
-    conditions = _where(connection, where, now, deleted=deleted)
-    if sort == NEWEST:
-        chosen = select_newest_first(*conditions, first=None if limit is None else offset + limit)
-    else:
-        chosen = sa.select(Checkpoint.serial).where(*conditions).order_by(*_order(connection, sort, now))
-    return list(connection.scalars(chosen.limit(limit).offset(offset)))
-
-
-def _order(connection: Connection, sort: str, now: datetime) -> list[ColumnElement[Any]]:
-    from ucformat.catalog.filter import check_names, compile_sort, parse_sort
-
-    by = parse_sort(sort)
-    check_names(connection, by, sort)
-    return compile_sort(by, now=now)
-
-
-def count_checkpoints(connection: Connection, where: str, now: datetime, *, deleted: bool) -> int:
-    """Count the checkpoints that match a filter.
-
-    Args:
-        connection: a transaction.
-        where: the filter; empty for all checkpoints.
-        now: the time that ages and holds refer to.
-        deleted: include those that are no longer committed, as a filter on `state` does.
-    """
-    chosen = sa.select(sa.func.count()).select_from(Checkpoint).where(*_where(connection, where, now, deleted=deleted))
-    return connection.execute(chosen).scalar_one()
-
-
-def _where(connection: Connection, where: str, now: datetime, *, deleted: bool) -> list[ColumnElement[bool]]:
-    found: list[ColumnElement[bool]] = []
-    keys: set[str] = set()
-    if where.strip():
-        from ucformat.catalog.filter import check_names, compile_filter, parse, used_keys
-
-        node = parse(where)
-        check_names(connection, node, where)
-        found.append(compile_filter(node, now=now))
-        keys = used_keys(node)
-    if not deleted and "state" not in keys:
-        found.append(Checkpoint.state == "committed")
-    return found
 
 
 @dataclass(frozen=True, slots=True)

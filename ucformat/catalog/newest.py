@@ -13,7 +13,7 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from datetime import datetime
 
     from sqlalchemy import ColumnElement, Select
@@ -77,12 +77,15 @@ def _step(item: Dated) -> int:
     return -1 if item.step is None else item.step
 
 
-def select_newest_first(*where: ColumnElement[bool], first: int | None = None) -> Select[Any]:
+def select_newest_first(
+    *where: ColumnElement[bool], since: datetime | None = None, recent: Sequence[ColumnElement[bool]] = ()
+) -> Select[Any]:
     """The same order as a query.
 
     Args:
         where: conditions on `models.Checkpoint`.
-        first: the number of rows that are needed, which makes the query faster (None: all).
+        since: only the runs of checkpoints that were created since; these are the first ones (None: all).
+        recent: conditions that follow from `where`, by whose index those are found.
 
     Returns:
         A query for serial, id, kind, step, commits and created, and `counted`: the commits or their substitute.
@@ -96,12 +99,10 @@ def select_newest_first(*where: ColumnElement[bool], first: int | None = None) -
     run: list[Any] = [Checkpoint.run_id, sa.case((alone, Checkpoint.serial))]
     before = sa.func.max(Checkpoint.commits).over(partition_by=run, order_by=step)
     columns = ("serial", "id", "kind", "step", "commits", "created")
-    if first is not None:  # the first rows are of the runs of the checkpoints that were created last
-        last = sa.select(Checkpoint.serial, Checkpoint.run_id).where(*where).order_by(Checkpoint.created.desc())
-        top = last.limit(first).cte()
-        where += (
-            sa.or_(Checkpoint.serial.in_(sa.select(top.c.serial)), Checkpoint.run_id.in_(sa.select(top.c.run_id))),
-        )
+    if since is not None:
+        last = sa.select(Checkpoint.serial, Checkpoint.run_id).where(Checkpoint.created >= since, *where, *recent).cte()
+        serials, runs = sa.select(last.c.serial), sa.select(last.c.run_id)
+        where += (sa.or_(Checkpoint.serial.in_(serials), Checkpoint.run_id.in_(runs)),)
     counted = (
         sa.select(
             *(getattr(Checkpoint, name) for name in columns),

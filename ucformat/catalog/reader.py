@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Self
 
-from ucformat.catalog import content, entries, find_dependents, refs, stamp
+from ucformat.catalog import content, entries, find_dependents, refs, search, stamp
 from ucformat.catalog.database import Database
 from ucformat.catalog.entries import load_entries
 from ucformat.catalog.refs import parse_ref, resolve, same_url
@@ -75,7 +75,7 @@ class CatalogReader:
         self,
         where: str = "",
         *,
-        sort: str = entries.NEWEST,
+        sort: str = search.NEWEST,
         limit: int | None = None,
         offset: int = 0,
         deleted: bool = False,
@@ -96,7 +96,7 @@ class CatalogReader:
             UsageError: the filter or sort order is invalid, or uses a key that no checkpoint has.
         """
         with self._database.reading() as c:
-            found = entries.find_serials(c, where, stamp.now(), sort=sort, limit=limit, offset=offset, deleted=deleted)
+            found = search.find_serials(c, where, stamp.now(), sort=sort, limit=limit, offset=offset, deleted=deleted)
             return load_entries(c, found, stamp.now())
 
     def count(self, where: str = "", *, deleted: bool = False) -> int:
@@ -110,7 +110,7 @@ class CatalogReader:
             UsageError: as in `find`.
         """
         with self._database.reading() as c:
-            return entries.count_checkpoints(c, where, stamp.now(), deleted=deleted)
+            return search.count_checkpoints(c, where, stamp.now(), deleted=deleted)
 
     def get(self, ref: str) -> Entry:
         """Look up a checkpoint.
@@ -285,15 +285,15 @@ class CatalogReader:
         Returns:
             The plan.
         """
-        from ucformat.catalog import deletion
         from ucformat.catalog.purge import plan_purge
+        from ucformat.catalog.retention_rows import REMOVED, retention_rows
 
         with self._database.reading() as c:
-            plan = plan_purge(deletion.retention_rows(c, stamp.now()), stamp.now(), grace, stamp.clocks(c))
+            plan = plan_purge(retention_rows(c, stamp.now(), states=REMOVED), stamp.now(), grace, stamp.clocks(c))
             places = refs.places_of(c, [r.serial for r in plan.purge])
         needed = find_dependents(places)
         if not needed:
             return plan
         with self._database.reading() as c:
-            rows = deletion.retention_rows(c, stamp.now(), needed=needed)
+            rows = retention_rows(c, stamp.now(), states=REMOVED, needed=needed)
             return plan_purge(rows, stamp.now(), grace, stamp.clocks(c))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
 from ucformat.catalog.columns import storable_json
 from ucformat.catalog.models import Checkpoint, Event
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy.sql.compiler import SQLCompiler
 
     from ucformat.catalog.stamp import Stamp
 
@@ -184,6 +187,29 @@ def insert_if_absent(
         insert(table).values(**keys, **values).on_conflict_do_nothing(index_elements=list(keys)).returning(returning)
     )
     found: int | None = connection.execute(statement).scalar()
+    return found
+
+
+class _Unindexed(FunctionElement[Any]):
+    inherit_cache = True
+
+
+@compiles(_Unindexed)
+def _with_plus(element: _Unindexed, compiler: SQLCompiler, **options: Any) -> str:
+    plus = "+" if compiler.dialect.name == "sqlite" else ""
+    return f"{plus}{compiler.process(element.clauses, **options)}"
+
+
+def unindexed(column: Any) -> ColumnElement[Any]:
+    """A column whose index SQLite does not use.
+
+    It has no statistics, and takes the index of a column with a few values, like a state, for a selective one.
+
+    Args:
+        column: the column.
+    """
+    found = _Unindexed(column)
+    found.type = column.type
     return found
 
 

@@ -38,6 +38,7 @@ from ucformat.catalog.models import (
     Tensor,
     Verification,
 )
+from ucformat.catalog.rows import unindexed
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -91,35 +92,40 @@ _TENSOR: dict[str, Any] = {
 }
 
 
-def column_of(target: Target) -> KeyColumn:
-    """The column of a key, except of `hold` and of paths into documents."""
+def column_of(target: Target, *, each: bool = False) -> KeyColumn:
+    """The column of a key, except of `hold` and of paths into documents; `each` as for `compile_filter`."""
+
+    def owned(owner: Any, *more: ColumnElement[bool]) -> Lift:
+        if each:
+            return lambda c: select(owner).where(owner == Checkpoint.serial, *more, c).exists()
+        return lambda c: Checkpoint.serial.in_(select(owner).where(*more, c))
+
     match target.root:
         case "run":
-            return KeyColumn(
-                Run.name, lambda c: _and_there(Checkpoint.run_id, Checkpoint.run_id.in_(select(Run.id).where(c)))
-            )
+            run = unindexed(Checkpoint.run_id) if each else Checkpoint.run_id
+            return KeyColumn(Run.name, lambda c: _and_there(run, run.in_(select(Run.id).where(c))))
         case "metric":
-            named = Metric.name == target.path[0]
-            return KeyColumn(Metric.value, lambda c: Checkpoint.serial.in_(select(Metric.checkpoint).where(named, c)))
+            return KeyColumn(Metric.value, owned(Metric.checkpoint, Metric.name == target.path[0]))
         case "verified":
             return KeyColumn(Verification.ok, _last_verified)
         case "tensor" if target.path == ("digest",):
             return KeyColumn(Digest.digest, _with_digest)
         case "tensor":
             column = _TENSOR[target.path[0]]
-            return KeyColumn(column, lambda c: Checkpoint.tensor_set_id.in_(select(Tensor.tensor_set_id).where(c)))
+            structure = unindexed(Checkpoint.tensor_set_id) if each else Checkpoint.tensor_set_id
+            return KeyColumn(column, lambda c: structure.in_(select(Tensor.tensor_set_id).where(c)))
         case root if root in _MULTIPLE:
             column, owner = _MULTIPLE[root]
-            return KeyColumn(column, lambda c: Checkpoint.serial.in_(select(owner).where(c)))
+            return KeyColumn(column, owned(owner))
         case root:
             column = _COLUMNS[root]
             return KeyColumn(column, lambda c: _and_there(column, c))
 
 
-def document_column(root: str) -> KeyColumn:
-    """The column of the JSON document that a key with this root points into."""
+def document_column(root: str, *, each: bool = False) -> KeyColumn:
+    """The column of the JSON document that a key with this root points into; `each` as for `compile_filter`."""
     if root == "config":
-        found = Checkpoint.config_id
+        found: Any = unindexed(Checkpoint.config_id) if each else Checkpoint.config_id
         return KeyColumn(Config.document, lambda c: _and_there(found, found.in_(select(Config.id).where(c))))
     return KeyColumn(Checkpoint.topology if root == "topology" else Checkpoint.producer, lambda c: c)
 
@@ -152,12 +158,14 @@ _FIRST, _LAST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UT
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
-def compile_filter(node: Node, *, now: datetime) -> ColumnElement[bool]:
+def compile_filter(node: Node, *, now: datetime, each: bool = False) -> ColumnElement[bool]:
     """Compile a filter to a condition for `select(Checkpoint).where(…)`.
 
     Args:
         node: the filter.
         now: the time that ages and holds refer to, with a time zone.
+        each: whether the query chooses a few checkpoints by something else, and tests each of them (default: the
+            database is to find the checkpoints by this condition, with an index if it has one).
 
     Returns:
         The condition, which is never NULL.
@@ -168,20 +176,20 @@ def compile_filter(node: Node, *, now: datetime) -> ColumnElement[bool]:
     if now.tzinfo is None:
         raise UsageError("the time of a filter needs a time zone", hint="such as datetime.now(UTC)")
     check(node)
-    return _condition(node, now, negated=False)
+    return _condition(node, now, negated=False, each=each)
 
 
-def _condition(node: Node, now: datetime, *, negated: bool) -> ColumnElement[bool]:
+def _condition(node: Node, now: datetime, *, negated: bool, each: bool) -> ColumnElement[bool]:
     """The condition without `NOT (…)` and with the deepest operands first, for the stack of SQLite's parser."""
     match node:
         case Not(inner):
-            return _condition(inner, now, negated=not negated)
+            return _condition(inner, now, negated=not negated, each=each)
         case And(nodes) | Or(nodes):
             join = and_ if isinstance(node, And) is not negated else or_
             deepest_first = sorted(nodes, key=lambda n: getattr(n, "depth", 0), reverse=True)
-            return join(*(_condition(n, now, negated=negated) for n in deepest_first))
+            return join(*(_condition(n, now, negated=negated, each=each) for n in deepest_first))
         case _:
-            holds = _atom(node, now)
+            holds = _atom(node, now, each=each)
             return not_(holds) if _is_opposite(node) is not negated else holds
 
 
@@ -195,15 +203,15 @@ def _is_opposite(atom: Atom) -> bool:
             return negated
 
 
-def _atom(atom: Atom, now: datetime) -> ColumnElement[bool]:
+def _atom(atom: Atom, now: datetime, *, each: bool) -> ColumnElement[bool]:
     """The condition of a comparison without its negation."""
     target = resolve(atom.key)
     if target.root == "hold":
         return _truth(is_held(now), atom)
     if target.kind is Kind.JSON:
-        source = document_column(target.root)
+        source = document_column(target.root, each=each)
         return source.lift(document_test(source.column, target.path, lambda found: _in_document(found, atom)))
-    source = column_of(target)
+    source = column_of(target, each=each)
     return source.lift(_on_column(source.column, target.kind, atom, now))
 
 

@@ -228,8 +228,8 @@ def ls(
 
     Example: ucp ls "run = 'run7' and step > 1000 and metric.val_loss < 2.1". docs/filters.md describes the language.
     """
-    from ucformat.catalog.entries import NEWEST
     from ucformat.catalog.newest import contradictions
+    from ucformat.catalog.search import NEWEST
 
     chosen = None if columns is None else parse_columns(columns)
     if limit is None and not (out.quiet or out.as_json):

@@ -1,0 +1,212 @@
+"""The checkpoints from which plans of retention and purges are made, and which of them others need."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from ucformat.catalog.models import Alias, AliasClaim, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
+from ucformat.catalog.retention import RetentionHold, RetentionRow
+from ucformat.catalog.rows import unindexed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from datetime import datetime
+
+    from sqlalchemy import BindParameter, ColumnElement, Connection, Executable
+
+__all__ = ["LIVE", "REMOVED", "near", "retention_rows"]
+
+#: States of checkpoints that were deleted and are still in storage; and of all that are in storage.
+REMOVED = ("deleted", "purging")
+LIVE = ("committed", *REMOVED)
+
+_AFTER = "0"  # the character after the slash: texts that begin with `a/` are between `a/` and `a0`
+_FEW = 100  # checkpoints and places whose edges are looked up by index
+_SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
+_STATES: BindParameter[Any] = sa.bindparam("states", expanding=True)
+_CHILD = Checkpoint.__table__.alias()
+_EDGES = (  # no condition on the state, which SQLite would evaluate first although it selects nearly all rows
+    sa.select(Edge.parent, Edge.parent_url, Edge.child, _CHILD.c.id, _CHILD.c.state, Edge.depends).join(
+        _CHILD, _CHILD.c.serial == Edge.child
+    )
+)
+_NEEDED = (
+    Checkpoint.serial,
+    Checkpoint.id,
+    Checkpoint.kind,
+    Checkpoint.state,
+    Checkpoint.step,
+    Checkpoint.commits,
+    Checkpoint.created,
+    Checkpoint.nbytes,
+    Checkpoint.deleted,
+    Checkpoint.purge_after,
+    Checkpoint.deleted_clocks,
+)
+
+
+def retention_rows(
+    connection: Connection,
+    now: datetime,
+    *,
+    filters: Sequence[str] = (),
+    metrics: Collection[str] = (),
+    serials: Sequence[int] | None = None,
+    scope: str | None = None,
+    states: tuple[str, ...] = LIVE,
+    needed: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> list[RetentionRow]:
+    """Load checkpoints for retention, without those that are purged or replaced.
+
+    Args:
+        connection: a transaction.
+        now: the time that filters with ages refer to.
+        filters: the filters whose matches are needed, as in `policy.filters()`.
+        metrics: the metrics that are needed.
+        serials: the checkpoints (default: all).
+        scope: a filter that the checkpoints match (default: all).
+        states: of the checkpoints (default: all that are not purged or replaced).
+        needed: by id, the ids of checkpoints that need its files according to the documents beside it.
+    """
+    given: dict[str, Any] = {"states": states} | ({} if serials is None else {"serials": serials})
+    scoped = () if scope is None else (_condition(connection, scope, now),)
+
+    def query(table: Any) -> Executable:
+        some = serials is not None
+        return _rows(table, *scoped, *_these(some=some)) if scoped else _known_rows(table, some=some)
+
+    def many(table: Any, value: Callable[[Any], Any], **more: Any) -> dict[int, list[Any]]:
+        grouped: dict[int, list[Any]] = {}
+        for r in connection.execute(query(table), {**given, **more}):
+            grouped.setdefault(r.checkpoint, []).append(value(r))
+        return grouped
+
+    aliases, tags = many(Alias, lambda r: r.name), many(Tag, lambda r: r.name)
+    claims = many(AliasClaim, lambda r: r.name)
+    holds = many(Hold, lambda r: RetentionHold(r.reason, r.until))
+    measured = many(Metric, lambda r: (r.name, r.value), metrics=sorted(metrics)) if metrics else {}
+    matching = [sa.select(Checkpoint.serial).where(_condition(connection, text, now), *scoped) for text in filters]
+    matches = [set(connection.scalars(query)) for query in matching]
+    rows = connection.execute(query(Checkpoint), given).all()
+    places = {r.url: r.checkpoint for r in connection.execute(query(Location), given)}
+    dependents = _dependents(connection, {r.serial for r in rows}, places)
+    return [
+        RetentionRow(
+            serial=r.serial,
+            id=r.id,
+            kind=r.kind,
+            state=r.state,
+            run=r.run,
+            step=r.step,
+            created=r.created,
+            nbytes=r.nbytes,
+            commits=r.commits,
+            metrics=dict(measured.get(r.serial, ())),
+            aliases=tuple(aliases.get(r.serial, ())),
+            claims=tuple(sorted({*claims.get(r.serial, ())} - {*aliases.get(r.serial, ())})),
+            tags=tuple(tags.get(r.serial, ())),
+            holds=tuple(holds.get(r.serial, ())),
+            dependents=tuple(sorted({*dependents.get(r.serial, ()), *needed.get(r.id, ())})),
+            matches=frozenset(i for i, found in enumerate(matches) if r.serial in found),
+            deleted=r.deleted,
+            purge_after=r.purge_after,
+            deleted_clocks=r.deleted_clocks or {},
+        )
+        for r in rows
+    ]
+
+
+@cache
+def _known_rows(table: Any, *, some: bool) -> Executable:
+    """The query for a table's rows of all checkpoints, or of those in `serials`; cached, as building is slow."""
+    return _rows(table, *_these(some=some))
+
+
+def _these(*, some: bool) -> tuple[ColumnElement[bool], ...]:
+    return (Checkpoint.serial.in_(_SERIALS),) if some else ()
+
+
+def _rows(table: Any, *these: ColumnElement[bool]) -> Executable:
+    """The query for a table's rows of some checkpoints."""
+    state: ColumnElement[str] = unindexed(Checkpoint.state) if these else Checkpoint.state
+    chosen = sa.select(Checkpoint.serial).where(state.in_(_STATES), *these)
+    if table is Checkpoint:
+        with_run = sa.select(*_NEEDED, Run.name.label("run")).outerjoin(Run, Run.id == Checkpoint.run_id)
+        return with_run.where(Checkpoint.serial.in_(chosen))
+    found = sa.select(table.__table__).where(table.checkpoint.in_(chosen))
+    if table is Hold:
+        found = found.where(Hold.released.is_(None))
+    if table is Metric:
+        found = found.where(Metric.name.in_(sa.bindparam("metrics", expanding=True)))
+    return found
+
+
+def _condition(connection: Connection, text: str, now: datetime) -> ColumnElement[bool]:
+    from ucformat.catalog.filter import check_names, compile_filter, parse
+
+    node = parse(text)
+    check_names(connection, node, text)
+    return compile_filter(node, now=now)
+
+
+def _dependents(connection: Connection, serials: Collection[int], places: Mapping[str, int]) -> dict[int, set[str]]:
+    """The ids of the checkpoints that need another's files, by its serial.
+
+    An edge refers to its parent by serial, or by a folder that contains the parent's place or is inside it. One query,
+    whatever the number of edges.
+
+    Args:
+        connection: a transaction.
+        serials: those that may be needed.
+        places: of these, by url.
+    """
+    if len(serials) + len(places) <= _FEW:  # for more, reading all such edges is faster
+        edges = _EDGES.where(sa.or_(Edge.parent.in_(serials), *(near(connection, url) for url in places)))
+    else:
+        edges = _EDGES.where(Edge.depends)
+    urls = sorted(places)
+    found: dict[int, set[str]] = {}
+    touching: dict[str, list[int]] = {}
+    for parent, parent_url, serial, name, state, depends in connection.execute(edges):
+        if state not in LIVE or not depends:
+            continue
+        if parent in serials:
+            found.setdefault(parent, set()).add(name)
+        if parent_url not in touching:
+            touching[parent_url] = _touching(parent_url, places, urls)
+        for other in touching[parent_url]:
+            if other != serial:
+                found.setdefault(other, set()).add(name)
+    return found
+
+
+def _touching(place: str, places: Mapping[str, int], urls: Sequence[str]) -> list[int]:
+    """The checkpoints at a place, inside it, or in a folder above it; `urls` are the sorted keys of `places`."""
+    inside = urls[bisect_left(urls, f"{place}/") : bisect_left(urls, f"{place}{_AFTER}")]
+    return [places[url] for url in (*inside, *(url for url in _folders(place) if url in places))]
+
+
+def _folders(place: str) -> Iterator[str]:
+    """A place and all folders above it."""
+    while place:
+        yield place
+        place = place.rpartition("/")[0]
+
+
+def near(connection: Connection, url: str) -> ColumnElement[bool]:
+    """Whether an edge refers to a place, a folder above it, or something inside it; LIKE would not use the index.
+
+    Args:
+        connection: a transaction.
+        url: the place, normalized by `same_url`.
+    """
+    named: ColumnElement[str] = Edge.parent_url
+    if connection.dialect.name == "postgresql":  # whose collation may not be by code point
+        named = sa.collate(named, "C")
+    inside = sa.and_(named >= f"{url}/", named < f"{url}{_AFTER}")
+    return sa.or_(Edge.parent_url.in_([*_folders(url)]), inside)
