@@ -1,8 +1,9 @@
 """A full catalog on SQLite and on PostgreSQL, and MLflow on SQLite beside it.
 
-`python -m bench.catalog [--checkpoints N] [--tensors N] [--rounds N] [--without-mlflow]`. By default 10,000 checkpoints
-of 1,000 tensors, each with its digest, in a folder that is removed afterwards. Everything is warm: each question is
-asked once before it is timed, then the engines take turns. PostgreSQL, on the same machine, syncs every commit.
+`python -m bench.catalog [--checkpoints N] [--tensors N] [--runs N] [--virtual N] [--rounds N] [--without-mlflow]`. By
+default 10,000 checkpoints of 1,000 tensors, each with its digest, in a folder that is removed afterwards. Everything is
+warm: each question is asked once before it is timed, then the engines take turns. PostgreSQL, on the same machine,
+syncs every commit.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from bench.common import OUT, ROOT, median, ours, run, table
 from tests.catalog.databases import running_postgres
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.models import Checkpoint, Digest
+from ucformat.catalog.retention import load_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -35,10 +37,25 @@ LARGE = 10  # times as many tensors as usual, in what is recorded
 FILTER = f"config.optimizer.lr = {LRS[1]} and metric.val_loss < 2.1 and tag = 'good'"
 SORT = "metric.val_loss"
 MLFLOW_FILTER = f"params.`optimizer.lr` = '{LRS[1]}' and metrics.val_loss < 2.1 and tags.good = '1'"
-ASKED = {"find": 100, "holding": 50, "lineage": 500, "new": 1000, "next": 50}  # milliseconds
+ASKED = {
+    "find": 100,
+    "best": 100,
+    "newest": 100,
+    "retain": 100,
+    "gc": 1000,
+    "holding": 50,
+    "lineage": 500,
+    "new": 1000,
+    "next": 50,
+}  # milliseconds
 LABELS = {
     "find": "`find`: configuration, metric and tag, sorted, 50 of {hits}",
     "ls": "the same by the command `ucp ls`",
+    "best": "`find`: the best by a metric",
+    "newest": "`find`: the newest 20",
+    "matching": "`find`: the newest 20 of {hits}",
+    "retain": "`retain`, planned: one run, {kept} checkpoints",
+    "gc": "`gc`, planned: {deleted} deleted checkpoints, {virtual} virtual ones",
     "holding": "`holding` of a tensor that one checkpoint has",
     "frozen": "`holding` of a tensor that {frozen} checkpoints share",
     "lineage": "`lineage` over {depth} steps",
@@ -71,6 +88,16 @@ class Bench:
         catalog, plan, number = self.catalog, self.plan, next(self.numbers)
         best = self.timed("find", lambda: catalog.find(FILTER, sort=SORT, limit=BEST))
         self.found["find"] = [e.name for e in best]
+
+        run = f"run{number % plan.runs:02}"
+        best = {"metric": "val_loss", "count": 2, "mode": "min"}
+        policy = load_policy({"version": 1, "scope": f"run = '{run}'", "keep": {"last": 3, "best": best}})
+        assert len(self.timed("best", lambda: catalog.find(sort=SORT, limit=1))) == 1
+        assert len(self.timed("newest", lambda: catalog.find(limit=20))) == 20
+        assert self.timed("matching", lambda: catalog.find(FILTER, limit=20))
+        planned = self.timed("retain", lambda: catalog.retain(policy))
+        self.found["kept"] = len(planned.keep) + len(planned.delete) + len(planned.untouched)
+        self.found["deleted"] = len(self.timed("gc", catalog.purgeable).purge)
 
         one, frozen = self._digests(1 + number)
         assert len(self.timed("holding", lambda: catalog.holding(one))) == 1
@@ -150,18 +177,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoints", type=int, default=Plan.checkpoints)
     parser.add_argument("--tensors", type=int, default=Plan.tensors)
+    parser.add_argument("--runs", type=int, default=Plan.runs)
+    parser.add_argument("--virtual", type=int, default=Plan.virtual)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--without-mlflow", action="store_true")
     given = parser.parse_args()
-    plan = Plan(given.checkpoints, given.tensors)
+    plan = Plan(given.checkpoints, given.tensors, given.runs, given.virtual)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ucp-bench-")))
-        postgres = stack.enter_context(running_postgres()).fresh()
+        server = stack.enter_context(running_postgres())
+        postgres = server.fresh()
         benches = {
             name: stack.enter_context(filled(url, plan))
             for name, url in (("SQLite", f"sqlite:///{folder}/catalog.db"), ("PostgreSQL", postgres))
         }
-        sync(postgres)
+        sync(server.url)
         mlflow = None if given.without_mlflow else stack.enter_context(contextlib.closing(Mlflow(folder, plan)))
         measure(list(benches.values()), mlflow, given.rounds)
         report(plan, benches, mlflow, given.rounds)
@@ -176,7 +206,7 @@ def filled(url: str, plan: Plan) -> Iterator[Bench]:
         yield Bench(catalog, url, plan, time.perf_counter() - begun)
 
 
-def sync(url: str) -> None:
+def sync(url: sa.URL) -> None:
     """Let PostgreSQL sync again, as it does unless it is told not to."""
     engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
     with engine.connect() as connection:
@@ -209,6 +239,9 @@ def report(plan: Plan, benches: Mapping[str, Bench], mlflow: Mlflow | None, roun
         "frozen": f"{first.found['frozen']:,}",
         "depth": f"{first.found['depth']:,}",
         "large": f"{first.found['new']:,}",
+        "kept": f"{first.found['kept']:,}",
+        "deleted": f"{first.found['deleted']:,}",
+        "virtual": f"{plan.virtual:,}",
     }
     print(f"{plan.checkpoints:,} checkpoints of {plan.tensors:,} tensors, {rounds} rounds; filled in", end=" ")
     print(", ".join(f"{b.filled:.0f} s ({name})" for name, b in benches.items()), end=".\n")

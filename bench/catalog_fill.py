@@ -34,11 +34,15 @@ STATES = ("weight", "master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Plan:
-    """How much there is to be: checkpoints of so many tensors each, of runs that take turns."""
+    """How much there is to be: checkpoints of so many tensors each, of runs that take turns, and of virtual ones.
+
+    One of a thousand is deleted.
+    """
 
     checkpoints: int = 10_000
     tensors: int = 1_000
     runs: int = 20
+    virtual: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,9 @@ def fill(catalog: Catalog, plan: Plan) -> None:
     for at in range(plan.runs, plan.checkpoints, per := max(1, BLOCK // plan.tensors)):
         with catalog.database.writing() as c:
             _digests(c, plan, range(at, min(at + per, plan.checkpoints)))
+    with catalog.database.writing() as c:
+        _virtual(c, plan, everything)
+        c.execute(sa.update(Checkpoint).where(Checkpoint.serial % 1000 == 501).values(state="deleted", deleted=BEGIN))
     if not catalog.database.sqlite:
         with catalog.database.writing() as c:
             _settle(c)
@@ -198,6 +205,20 @@ def _edge(everything: list[Made], plan: Plan, one: Made, ids: Mapping[int, str])
         "kind": "resume" if one.step else "finetune",
         "depends": False,
     }
+
+
+def _virtual(c: Connection, plan: Plan, everything: list[Made]) -> None:
+    """Checkpoints without a run whose bytes lie in the files of others."""
+    like = dict(c.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == 1)).mappings().one())
+    of = [(plan.checkpoints + 1 + n, everything[n * 97 % plan.checkpoints]) for n in range(plan.virtual)]
+    if not of:
+        return
+    own = like | {"run_id": None, "step": None}
+    c.execute(sa.insert(Checkpoint), [own | {"serial": s, "id": uuid.uuid4().hex, "created": m.created} for s, m in of])
+    c.execute(sa.insert(Location), [{"checkpoint": s, "url": f"/virtual/{s}", "seen": m.created} for s, m in of])
+    edge = {"parent_id": None, "kind": "convert", "depends": True}
+    edges = [edge | {"child": s, "parent": m.number + 1, "parent_url": _place(m)} for s, m in of]
+    c.execute(sa.insert(Edge), edges)
 
 
 def _digests(c: Connection, plan: Plan, numbers: range) -> None:

@@ -138,8 +138,9 @@ def main() -> None:
         print(f"\nLoad average: {os.getloadavg()[0]:.1f}.\n")
         urls = {"SQLite": f"sqlite:///{folder}/needed.db"}
         if not given.without_postgres:
-            urls["PostgreSQL"] = stack.enter_context(running_postgres()).fresh()
-            sync(urls["PostgreSQL"])
+            server = stack.enter_context(running_postgres())
+            urls["PostgreSQL"] = server.fresh()
+            sync(server.url)
         refusals = needing(urls, given.dependents)
         what = f"seconds to refuse deleting a checkpoint with {given.dependents:,} dependents"
         print()
