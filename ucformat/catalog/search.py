@@ -52,10 +52,10 @@ def find_serials(
     each = _where(connection, where, now, deleted=deleted, each=True)
     if sort == NEWEST:
         committed = (Checkpoint.state == "committed",) if each and each[-1] is _COMMITTED else ()
-        since, found_by_time = None, False
+        since, few = None, False
         if limit is not None:
-            since, found_by_time = _since(connection, conditions, each, committed, offset + limit)
-        chosen = select_newest_first(*(each if found_by_time else conditions), since=since, recent=committed)
+            since, few = _since(connection, conditions, each, committed, max(1, offset + limit))
+        chosen = select_newest_first(*(each if few else conditions), since=since, recent=committed)
     else:
         by, order = _order(connection, sort, now)
         for walked in _WALKED if limit is not None and _metric(by) is not None else ():
@@ -79,7 +79,7 @@ def _since(
 ) -> tuple[datetime | None, bool]:
     """When the first of the `count` checkpoints was created that were created last; None if there are fewer.
 
-    The second value says whether they are among the last ones of all, and so `each` is the faster condition for them.
+    The second value says whether they were found among the last ones of all, so that it is faster to test `each`.
     """
 
     def at(number: int, *where: ColumnElement[bool]) -> datetime | None:

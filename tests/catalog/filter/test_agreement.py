@@ -81,7 +81,7 @@ def test_the_first_of_any_search_are_those_of_all(worlds: dict[int, Connection])
     @given(
         st.one_of(st.just(""), filters.map(unparse)),
         st.one_of(st.sampled_from([NEWEST, "metric.loss", "-metric.loss", "metric.loss,-step"]), sorts.map(str)),
-        st.integers(1, 6),
+        st.integers(0, 6),
         st.integers(0, 3),
         st.sampled_from([(1, 3), (2, 8), (1_000, 20_000)]),
         st.booleans(),
