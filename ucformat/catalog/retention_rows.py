@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import cache
+from os.path import commonprefix
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +171,7 @@ def _dependents(connection: Connection, serials: Collection[int], places: Mappin
     else:
         edges = _EDGES.where(Edge.depends)
     urls = sorted(places)
+    common = commonprefix(urls)  # noqa: RUF071 - what touches one of these begins with it, or it with that
     found: dict[int, set[str]] = {}
     touching: dict[str, list[int]] = {}
     for parent, parent_url, serial, name, state, depends in connection.execute(edges):
@@ -177,6 +179,8 @@ def _dependents(connection: Connection, serials: Collection[int], places: Mappin
             continue
         if parent in serials:
             found.setdefault(parent, set()).add(name)
+        if not (parent_url.startswith(common) or common.startswith(parent_url)):
+            continue
         if parent_url not in touching:
             touching[parent_url] = _touching(parent_url, places, urls)
         for other in touching[parent_url]:
