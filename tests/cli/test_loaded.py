@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CATALOG = {"sqlalchemy", "asyncio", "ucformat.catalog.catalog"}  # asyncio by SQLAlchemy
 FILTER = {"lark", "ucformat.catalog.filter"}
-DELETION = {"ucformat.catalog.deletion"}
+DELETION = {"ucformat.catalog.retention_rows"}
 FILES = {"ucformat.checkpoint", "ucformat.schema.manifest", "pydantic", "xxhash"}
 ARRAYS = {"numpy", "ml_dtypes"} | (set() if NATIVE else {"crc32c"})
 FOREIGN = {"ucformat.sources"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sqlalchemy import BigInteger, Boolean, Float, ForeignKey, Index, Integer, Text, false, text
+from sqlalchemy import BigInteger, Boolean, Float, ForeignKey, Index, Integer, Text, false
 
 from ucformat.catalog.columns import Base, Json, PlainText, UtcDateTime, column
 
@@ -209,17 +209,14 @@ class Edge(Base):
     """
 
     __tablename__ = "edge"
-    __table_args__ = (
-        Index(None, "child", "kind", "parent_url", unique=True),
-        Index("ix_edge_depends", "depends", sqlite_where=text("depends = 1"), postgresql_where=text("depends")),
-    )
+    __table_args__ = (Index(None, "child", "kind", "parent_url", unique=True),)
     id = column(Integer, primary_key=True)
     child = column(Integer, ForeignKey("checkpoint.serial", ondelete="CASCADE"))
     parent = column(Integer, ForeignKey("checkpoint.serial", ondelete="SET NULL"), index=True, nullable=True)
     parent_id = column(PlainText, index=True, nullable=True)
     parent_url = column(PlainText, index=True)
     kind = column(PlainText)
-    depends = column(Boolean)
+    depends = column(Boolean, index=True)
 
 
 class Alias(Base):
