@@ -123,7 +123,7 @@ def test_every_step_is_there_once_whatever_the_graph(
     n, edges = graph
     names = [f"{next(made):032x}" for _ in range(n)]
     serials = bare(database, names, edges)
-    with mock.patch.object(lineage, "_NEAR", counted):
+    with mock.patch.multiple(lineage, _NEAR=counted, _FAR=2 * counted):
         found = ask(database, serials[0], "up" if up else "down", depth)
 
     distances: dict[int | str, int] = {0: 0}

@@ -36,7 +36,7 @@ __all__ = [
 
 Direction = Literal["up", "down"]
 
-_NEAR = 64  # steps that one query counts
+_NEAR, _FAR = 64, 1024  # steps that the first query counts, and that one counts at most
 _LOCK = 0x7563666C  # PostgreSQL's advisory lock while a link is added: "ucfl"
 
 
@@ -217,13 +217,14 @@ _STEP = (
 def _steps(connection: Connection, serial: int, depth: int | None, *, up: bool) -> dict[int, list[Row[Any]]]:
     """The edges that are reached in so many steps, by the checkpoint from which they lead on.
 
-    The query counts a few steps at a time: where ways of different lengths meet, it would follow the rest once for each
-    length.
+    A query counts some steps at a time: where ways of different lengths meet, it follows the rest of these once for
+    each length.
     """
     steps: dict[int, list[Row[Any]]] = {}
     reached, last, walked = {serial}, [serial], 0
+    most = _NEAR
     while last and walked != depth:
-        further = None if depth is None else min(_NEAR, depth - walked)
+        further, most = None if depth is None else min(most, depth - walked), min(2 * most, _FAR)
         new: dict[int, list[Row[Any]]] = {}
         for at in range(0, len(last), MAX_IN_LIST):
             for r in _edges(connection, last[at : at + MAX_IN_LIST], further, up=up):
