@@ -213,8 +213,11 @@ def test_a_bulk_call_that_the_other_side_closed_is_made_again(monkeypatch: pytes
             traffic = Traffic(1000 + number, group.size)
             out.append(traffic.run(group, 0))
             group.combine(0, max, int)
-            for caller in list(group.links._callers.values()):
-                caller.connection.shutdown(2)
+            with group.links._change:  # as `accept_bulk` does
+                for caller in group.links._callers.values():
+                    if not caller.unanswered:
+                        caller.refused = True
+                        caller.connection.shutdown(2)
         return out
 
     monkeypatch.setattr(bulk, "_is_here", lambda _: False)

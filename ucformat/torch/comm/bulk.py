@@ -330,10 +330,13 @@ class Bulk(Connections):
 
     def _call(self, other: int, end: float) -> socket.socket | None:
         """Connect to a rank; returns None if it has too many connections."""
+
+        def check() -> None:
+            self._check(other)
+            self._check_neighbours()  # one that gave up because of this rank does not tell it so
+
         try:
-            made = connect(
-                self._directory[other], self.rank, other, self._secret, end, lambda: self._check(other), bulk=True
-            )
+            made = connect(self._directory[other], self.rank, other, self._secret, end, check, bulk=True)
         except UcformatError as error:
             raise Lost(error.message, other) from error
         with self._change:
