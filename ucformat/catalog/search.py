@@ -48,8 +48,7 @@ def find_serials(
     Returns:
         Their serials, in order.
     """
-    conditions = _where(connection, where, now, deleted=deleted)
-    each = _where(connection, where, now, deleted=deleted, each=True)
+    conditions, each = _where(connection, where, now, deleted=deleted)
     if sort == NEWEST:
         committed = (Checkpoint.state == "committed",) if each and each[-1] is _COMMITTED else ()
         since, few = None, False
@@ -142,25 +141,29 @@ def count_checkpoints(connection: Connection, where: str, now: datetime, *, dele
         now: the time that ages and holds refer to.
         deleted: include those that are no longer committed, as a filter on `state` does.
     """
-    chosen = sa.select(sa.func.count()).select_from(Checkpoint).where(*_where(connection, where, now, deleted=deleted))
-    return connection.execute(chosen).scalar_one()
+    conditions, _ = _where(connection, where, now, deleted=deleted)
+    return connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*conditions)).scalar_one()
 
 
 _COMMITTED = unindexed(Checkpoint.state) == "committed"
 
 
 def _where(
-    connection: Connection, where: str, now: datetime, *, deleted: bool, each: bool = False
-) -> list[ColumnElement[bool]]:
+    connection: Connection, where: str, now: datetime, *, deleted: bool
+) -> tuple[list[ColumnElement[bool]], list[ColumnElement[bool]]]:
+    """The conditions by which to find checkpoints, and the same ones to test `each` of a few."""
     found: list[ColumnElement[bool]] = []
+    each: list[ColumnElement[bool]] = []
     keys: set[str] = set()
     if where.strip():
         from ucformat.catalog.filter import check_names, compile_filter, parse, used_keys
 
         node = parse(where)
         check_names(connection, node, where)
-        found.append(compile_filter(node, now=now, each=each))
+        found.append(compile_filter(node, now=now))
+        each.append(compile_filter(node, now=now, each=True))
         keys = used_keys(node)
     if not deleted and "state" not in keys:
         found.append(_COMMITTED)
-    return found
+        each.append(_COMMITTED)
+    return found, each

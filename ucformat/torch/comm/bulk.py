@@ -21,9 +21,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UcformatError
-from ucformat.torch.comm.connections import HUNG_UP, READ, WRITE, Connections, Lost
+from ucformat.torch.comm.connections import HUNG_UP, READ, Connections, Lost
 from ucformat.torch.comm.handshake import RETRY_S, connect
-from ucformat.torch.state.elements import SharedRange, in_turn, write_shared
+from ucformat.torch.state.elements import SharedRange, write_shared
 
 if TYPE_CHECKING:
     import socket
@@ -166,17 +166,8 @@ class Bulk(Connections):
         size, end = sum(map(len, parts)), time.monotonic() + self.timeout
         filled = target.pid and target.nbytes == size and write_shared(target, parts)
 
-        def send(some: list[memoryview], _: int) -> int:
-            try:
-                return caller.connection.sendmsg(some)
-            except BlockingIOError:
-                self._poll(caller.other, caller.connection, WRITE, end)
-                return 0
-
-        try:
-            in_turn([memoryview(_SIZE.pack(_FILLED if filled else size)), *([] if filled else parts)], send)
-        except OSError as error:
-            raise Lost(str(error), caller.other) from error
+        head = memoryview(_SIZE.pack(_FILLED if filled else size))
+        self._send(caller.other, caller.connection, [head, *([] if filled else parts)], end)
         with self._change:
             caller.unanswered -= 1
             caller.answered = time.monotonic()

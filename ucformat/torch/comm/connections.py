@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ucformat.errors import UcformatError
 from ucformat.torch.comm.handshake import RETRY_S, Listener, ask, connect, send_alarm
+from ucformat.torch.state.elements import in_turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch.distributed as dist
 
@@ -241,6 +242,28 @@ class Connections(ABC):
         if connection.fileno() not in ready:
             raise Lost("the connection was closed", watched[ready[0]])
 
+    def _send(self, other: int, connection: socket.socket, parts: Sequence[memoryview], end: float) -> None:
+        """Send bytes to a rank.
+
+        Args:
+            other: the rank.
+            connection: to it, on which no other thread sends.
+            parts: the bytes.
+            end: until when to wait, on the monotonic clock.
+        """
+
+        def send(some: list[memoryview], _: int) -> int:
+            try:
+                return connection.sendmsg(some)
+            except BlockingIOError:
+                self._poll(other, connection, WRITE, end)
+                return 0
+
+        try:
+            in_turn(parts, send)
+        except OSError as error:
+            raise Lost(str(error), other) from error
+
     def _check(self, other: int) -> None:
         """Raise if this rank has given up."""
         if self._cause is not None or self.broken is not None:
@@ -289,7 +312,8 @@ class Connections(ABC):
 
         It is the one that was lost, or the one because of which that one gave up, or for which that one waits.
         """
-        asked, busy, to_ask = {self.rank}, [error.cause], deque([error.cause])
+        asked, to_ask = {self.rank}, deque([error.cause])
+        busy: int | None = None  # the first that waits for nobody
         while to_ask and len(asked) <= _MOST_ASKED:
             rank = to_ask.popleft()
             if rank in asked or rank not in self._directory:
@@ -312,10 +336,12 @@ class Connections(ABC):
                 return about[0]
             if not error.late:
                 break
-            if state == _BUSY:
-                busy.append(rank)
+            if state == _BUSY and busy is None:
+                busy = rank
             to_ask.extend(about)
-        return busy[:2][-1] if self._cause is None else self._cause
+        if self._cause is not None:
+            return self._cause
+        return error.cause if busy is None else busy
 
     def state(self) -> tuple[int, tuple[int, ...]]:
         """Return the state of this rank, and the ranks that are the reason."""

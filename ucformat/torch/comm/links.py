@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from ucformat.errors import UcformatError
 from ucformat.torch.comm.bulk import Bulk
-from ucformat.torch.comm.connections import READ, WRITE, Lost
+from ucformat.torch.comm.connections import READ, Lost
 from ucformat.torch.comm.wire import decode, encode, message
-from ucformat.torch.state.elements import in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -143,17 +142,8 @@ class Links(Bulk):
         if not line.sending.acquire(timeout=max(0.0, end - time.monotonic())):
             raise Lost("it accepts no data", other)
 
-        def send(some: list[memoryview], _: int) -> int:
-            try:
-                return line.line.sendmsg(some)
-            except BlockingIOError:
-                self._poll(other, line.line, WRITE, end)
-                return 0
-
         try:
-            in_turn([memoryview(_FRAME.pack(tag, size)), *parts], send)
-        except OSError as error:
-            raise Lost(str(error), other) from error
+            self._send(other, line.line, [memoryview(_FRAME.pack(tag, size)), *parts], end)
         finally:
             line.sending.release()
 
