@@ -11,6 +11,7 @@ from ucformat.errors import Uncertain
 from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
+from ucformat.reading.garbage import gc_paused
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
@@ -60,6 +61,7 @@ class Saved:
     writing_s: float
 
 
+@gc_paused()  # a full collection goes through all objects of torch, for 0.2 s
 def write_checkpoint(
     state: StateInfo,
     memories: Sequence[Memory],
