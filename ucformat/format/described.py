@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -107,6 +107,13 @@ class _Group:
         return self.begin[coordinate] + before * self.stored[at]
 
 
+class _Placed(NamedTuple):
+    """Where rows are that no flat buffer contains."""
+
+    of_row: list[tuple[_Group, int]]  # and how many rows of the group precede it in its files
+    ends: NDArray[np.int64]  # of what precedes flat buffers in the file of each rank
+
+
 @dataclass(frozen=True, slots=True)
 class _FlatGroup:
     """Consecutive rows that one flat buffer contains."""
@@ -174,10 +181,8 @@ class Described:
         distinct = {id(d): d for d in map(itemgetter(1), self.rows)}.values()  # to hash each is slower
         held = [m.ranks.reshape(-1) for m in {d.mesh for d in distinct}]
         #: The ranks that have files, ascending.
-        self.ranks: list[int] = np.unique(np.concatenate([np.empty(0, np.int64), *held])).tolist()
-        self._ends = np.zeros(max(self.ranks, default=-1) + 1, np.int64)  # of the files, without flat buffers
-        self._groups: list[_Group] = []
-        self._in_group: list[tuple[int, int]] = []  # (group, rows of the group that precede it in its files)
+        self.ranks: NDArray[np.int64] = np.unique(np.concatenate([np.empty(0, np.int64), *held]))
+        self._parts: list[list[DescribedRow]] = []  # the groups that no flat buffer contains
         self._flat_groups: list[_FlatGroup] = []
         self._flat_file = lru_cache(maxsize=1 << 14)(self._lay_out_flat)
         if kinds is None:
@@ -204,7 +209,7 @@ class Described:
             seen.add(kind)
             if not 0 <= writers.min() <= writers.max() < rows[0].distribution.copies:
                 raise LayoutError(f"{self.infos[rows[0].tensor].key} was written by a replica that does not exist")
-            (self._add_flat if flat else self._add)(first, rows, writers)
+            self._add_flat(first, rows, writers) if flat else self._parts.append(rows)
             first += len(rows)
 
     def _most_bytes(self, row: DescribedRow) -> int:
@@ -219,17 +224,24 @@ class Described:
             raise LayoutError(f"{info.key} of the shape {info.shape} has too many tiles of the shape {row.tile}")
         return info.nbytes * (1 + CHECKSUM_BYTES) + ALIGNMENT * d.mesh.size
 
-    def _add(self, _: int, rows: Sequence[DescribedRow], writers: NDArray[np.int64]) -> None:
-        d, info = rows[0].distribution, self.infos[rows[0].tensor]
-        stored = _stored(d, info.shape, Tiling(rows[0].tile, info.itemsize))
-        self._groups.append(_Group(d, stored, self._ends[d.mesh.ranks]))
-        written = np.bincount(writers, minlength=d.copies)
-        sizes = [n if axis in d.replicas else 1 for axis, n in enumerate(d.mesh.sizes)]
-        self._ends[d.mesh.ranks] += stored * written.reshape(sizes)
-        order = np.argsort(writers, kind="stable")
-        before = np.empty_like(writers)
-        before[order] = np.arange(len(writers)) - np.searchsorted(writers[order], writers[order])
-        self._in_group += [(len(self._groups) - 1, n) for n in before.tolist()]
+    @cached_property
+    def _placed(self) -> _Placed:
+        """Where the rows are that no flat buffer contains; it takes memory for each rank, and writers do not ask."""
+        of_row: list[tuple[_Group, int]] = []
+        ends = np.zeros(self.ranks.max(initial=-1) + 1, np.int64)
+        for rows in self._parts:
+            d, info = rows[0].distribution, self.infos[rows[0].tensor]
+            stored = _stored(d, info.shape, Tiling(rows[0].tile, info.itemsize))
+            group = _Group(d, stored, ends[d.mesh.ranks])
+            writers = np.array([r.writer for r in rows], np.int64)
+            written = np.bincount(writers, minlength=d.copies)
+            sizes = [n if axis in d.replicas else 1 for axis, n in enumerate(d.mesh.sizes)]
+            ends[d.mesh.ranks] += stored * written.reshape(sizes)
+            order = np.argsort(writers, kind="stable")
+            before = np.empty_like(writers)
+            before[order] = np.arange(len(writers)) - np.searchsorted(writers[order], writers[order])
+            of_row += [(group, n) for n in before.tolist()]
+        return _Placed(of_row, ends)
 
     def _add_flat(self, first: int, rows: Sequence[DescribedRow], writers: NDArray[np.int64]) -> None:
         d = rows[0].distribution
@@ -240,7 +252,7 @@ class Described:
 
     def _lay_out_flat(self, rank: int) -> dict[tuple[int, Box], int]:
         """The offset of each (row, box) of a flat buffer in a rank's file."""
-        end = int(self._ends[rank])
+        end = int(self._placed.ends[rank])
         out: dict[tuple[int, Box], int] = {}
         for group in self._flat_groups:
             coordinate = group.distribution.mesh.coordinate(rank)
@@ -265,7 +277,7 @@ class Described:
     @property
     def files(self) -> list[str]:
         """The keys of the ranks' files."""
-        return [packed_file(self.folder, rank) for rank in self.ranks]
+        return [packed_file(self.folder, rank) for rank in self.ranks.tolist()]
 
     def stored(self, tensor: int, within: Box | None = None) -> Iterator[tuple[int, Box, int]]:
         """The rank that has written each box of a tensor, the box, and its offset in the rank's file.
@@ -281,8 +293,8 @@ class Described:
             coordinate = d.coordinate(at, writer)
             rank = int(ranks[coordinate])
             if d.flat is None:
-                group, before = self._in_group[row]
-                yield rank, box, int(self._groups[group].offset(coordinate, before))
+                group, before = self._placed.of_row[row]
+                yield rank, box, int(group.offset(coordinate, before))
             else:
                 yield rank, box, self._flat_file(rank)[row, box]
 
@@ -299,10 +311,10 @@ class Described:
             yield from self.extents(tensor, within)
             return
         tiling = self.tiling(tensor)
-        group, before = self._in_group[row]
+        group, before = self._placed.of_row[row]
         for line in d.lines(shape, within):
             coordinate = d.coordinate(line.at, writer)
-            offsets = self._groups[group].offset(coordinate, before)
+            offsets = group.offset(coordinate, before)
             for first, ranks in _equal(line, offsets, d.mesh.ranks[coordinate]):
                 files, offset = _RankFiles(self.folder, ranks), int(offsets[first])
                 box = line.box(first)

@@ -111,7 +111,7 @@ def sidecar_of(plan: GlobalPlan, folder: str) -> bytes:
         folder: the `data` folder of the attempt.
     """
     described = plan.described and plan.described.in_folder(folder)
-    have_files = set(described.ranks if described else ())
+    have_files = set(described.ranks.tolist() if described and plan.pieces else ())
     number = {tensor.info.key: n for n, tensor in enumerate(plan.tensors, len(plan.infos) - len(plan.tensors))}
     tilings = {n: Tiling.of(plan.infos[n].shape, plan.infos[n].itemsize) for n in number.values()}
     found: list[tuple[int, int, int, Box]] = []  # tensor, file, offset, box
