@@ -149,6 +149,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.viewed = _view(source)
         self._infos, self._states = index_tensors(source.metadata.tensor_list.tensors)
         self._bound: tuple[Layout, Any, Readable, Bound] | None = None  # the last one, since ranks are planned in turn
+        self.opened: tuple[str, Mapping[str, Any]] | None = None  # the place and the options, for other processes
 
     @property
     def url(self) -> str:
@@ -356,9 +357,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
         from ucformat.views.document import expand, read_steps
         from ucformat.views.viewed import Viewed
 
-        return Checkpoint(
+        found = Checkpoint(
             Viewed(self.source, expand(read_steps(steps), lambda: (self.objects, self.assets, self.names())))
         )
+        found.opened = self.opened
+        return found
 
     @property
     def steps(self) -> tuple[Taken, ...]:

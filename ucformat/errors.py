@@ -19,6 +19,7 @@
     │   └── UnsafeError                          it would run code, or leave the folder of the checkpoint
     ├── UnsupportedError                  6      a format, value or operation that is not supported here
     ├── Uncertain                         1      no answer: it may or may not have been written
+    ├── NotFinished                       0      this process has done its part of a job, which another one finishes
     └── UpgradeNeeded                     7      written by a newer ucformat
 
 Each has a `hint`, what to do next, which `str()` shows on a line of its own; an IntegrityError always has one. Messages
@@ -48,6 +49,7 @@ __all__ = [
     "LayoutError",
     "MissingData",
     "NotACheckpoint",
+    "NotFinished",
     "NotFound",
     "OutOfBounds",
     "PermissionDenied",
@@ -177,6 +179,12 @@ class UnsupportedError(UcformatError):
 
 class Uncertain(UcformatError):
     """A write got no answer in time: it may or may not have been applied."""
+
+
+class NotFinished(UcformatError):
+    """This process has done its part of a job, and another process finishes it."""
+
+    exit_code = 0
 
 
 class UpgradeNeeded(UcformatError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, NotFound, UcformatError
 from ucformat.settings import allowed_roots
-from ucformat.storage.url import as_strings
+from ucformat.storage.url import as_strings, split_url
 from ucformat.storage.watched import WatchedStore
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _open(
     watch: Callable[[Store], WatchedStore] = WatchedStore,
 ) -> tuple[Checkpoint, _P | str]:
     if not isinstance(place, str) or not _is_reference(place):
-        return open_checkpoint(place, roots=roots, options=options, watch=watch), place
+        return _opened(place, roots, options, watch), place
     from ucformat.catalog.catalog import Catalog
     from ucformat.settings import load_settings
 
@@ -92,13 +92,26 @@ def _open(
         failure: UcformatError | None = None
         for url in entry.urls:
             try:
-                ck = open_checkpoint(url, roots=roots, options=options, watch=watch)
+                ck = _opened(url, roots, options, watch)
                 _must_be_recorded(catalog, entry, ck, url)
             except UcformatError as error:  # another place may have it, too
                 failure = failure or error
                 continue
             return ck, url
     raise failure or NotFound(f"the catalog knows {place}, but no place of it", hint="`ucp register PLACE` adds one")
+
+
+def _opened(
+    place: str | PathLike[str] | Store,
+    roots: Callable[[], Sequence[str]],
+    options: Mapping[str, Any] | None,
+    watch: Callable[[Store], WatchedStore],
+) -> Checkpoint:
+    ck = open_checkpoint(place, roots=roots, options=options, watch=watch)
+    scheme, path = split_url(place) if isinstance(place, str | os.PathLike) else ("url", "")
+    url = ck.url if scheme == "url" else os.path.abspath(path) if scheme in ("", "file") else str(place)  # noqa: PTH100 - of text
+    ck.opened = (url, options or {})
+    return ck
 
 
 def _must_be_recorded(catalog: Catalog, entry: Entry, ck: Checkpoint, url: str) -> None:

@@ -163,8 +163,12 @@ def _hide_secrets(argv: Sequence[str]) -> None:
 
 def _report(error: Exception, *, as_json: bool) -> int:
     """Print an error and return its exit code; an unexpected one is raised again, for its traceback."""
-    from ucformat.errors import UcformatError
+    from ucformat.errors import NotFinished, UcformatError
 
+    if isinstance(error, NotFinished):
+        if "--quiet" not in sys.argv and "-q" not in sys.argv:
+            click.echo(error.message, err=True)
+        return error.exit_code
     if os.environ.get("UCP_DEBUG", "0") not in ("", "0"):
         import traceback
 

@@ -173,6 +173,19 @@ class Grid:
         bounds = zip(box.start, box.stop, self.shard, strict=True)
         return each_index([range(first // s, -(-last // s)) for first, last, s in bounds])
 
+    def shard_at(self, number: int) -> tuple[int, ...]:
+        """The coordinates of a shard.
+
+        Args:
+            number: its number in C order.
+        """
+        counts = [-(-n // s) for n, s in zip(self.shape, self.shard, strict=True)]
+        at: list[int] = []
+        for count in reversed(counts):
+            number, index = divmod(number, count)
+            at.append(index)
+        return tuple(at[::-1])
+
     def box(self, shard: tuple[int, ...]) -> Box:
         """The part of the tensor in a shard.
 

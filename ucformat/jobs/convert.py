@@ -3,94 +3,49 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import chain, islice
 from os import PathLike
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import NotFound, UcformatError, Uncertain, UsageError
-from ucformat.format.arrays import (
-    array_doc,
-    folder_names,
-    grid_doc,
-    lay_out,
-    put_array,
-    put_file,
-    put_groups,
-    shard_key,
-)
+from ucformat.errors import NotFinished, UcformatError, Uncertain, UsageError
+from ucformat.format.arrays import folder_names, grid_doc, put_array, put_file, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
 from ucformat.format.objects import copy_per_rank, put_objects
-from ucformat.format.shard import check_shard, write_shard
 from ucformat.format.universal import Universal, group_docs, paths_of
-from ucformat.geometry.tensor import Key, Piece
+from ucformat.geometry.tensor import Key
 from ucformat.jobs.compare import spread_of
 from ucformat.jobs.convert_checks import verifying
+from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.record import lineage_from, record_commits
-from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.run import workers_for
+from ucformat.jobs.shards import How, ShardJob, plan_document
 from ucformat.jobs.virtual import VirtualExtents, put_sidecar
-from ucformat.reading.plan import ReadItem
-from ucformat.reading.read import read_items
+from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.schema.manifest import Manifest, VerifiedDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
-from ucformat.storage.base import Writer
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import as_strings, open_store
-from ucformat.storage.watched import check_unchanged
+from ucformat.storage.watched import check_unchanged, find_watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.jobs.convert_checks import StreamVerifier
-    from ucformat.reading.plan import Verify
-    from ucformat.storage.base import Bytes, Store
+    from ucformat.storage.base import Store
 
-__all__ = ["How", "convert", "plan_document", "write"]
+__all__ = ["convert", "write"]
 
 record_commits()  # here, because the packages below do not know the catalog
-
-
-@dataclass(frozen=True, slots=True)
-class How:
-    """Options for writing arrays, with the meaning and the defaults of the parameters of `convert`."""
-
-    chunk_bytes: int | None = None
-    shard_bytes: int | None = None
-    workers: int | None = None
-    progress: Callable[[int, int], None] | None = None
-    verify: bool = True
-
-    def __post_init__(self) -> None:
-        for option in ("chunk_bytes", "shard_bytes", "workers"):
-            given = getattr(self, option)
-            if given is not None and given < 1:
-                raise UsageError(f"{option} must be at least 1, not {given}")
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardTask:
-    """One shard to write."""
-
-    array: Array
-    shard: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.array.grid.box(self.shard).size * self.array.info.itemsize
 
 
 def convert(
@@ -109,6 +64,7 @@ def convert(
     checksums: bool = False,
     unprotected: bool = False,
     verify: bool = True,
+    on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Write the content of a checkpoint as a universal checkpoint, and commit it.
@@ -133,10 +89,15 @@ def convert(
         unprotected: with `virtual`, continue if nothing can be written beside the source's files.
         verify: compare the bytes that are read with the checksums in the source's files (CRC-32 of zip records, CRC-32C
             of chunks). The manifest's `verified` lists the tensors of which all bytes were compared.
+        on: where shards are written (docs/guides/cluster.md): `threads` of this process, the workers of a Dask cluster
+            (`dask://HOST:PORT`, `tls://HOST:PORT`), the processes of `torchrun`, or a part of them that other processes
+            do not write (`part:I/N`), and then `commit`.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
+        NotFinished: this process has done its part, and another one commits.
         ChecksumError: the source is damaged; the message names file, record and tensors.
+        MissingData: with `commit`, parts are missing; the message names them, and nothing is committed.
         Conflict: a checkpoint is committed at `dst` already, or another writer committed one in the meantime; or a file
             of the source was changed since it was opened; or with `virtual`, the source is being removed or replaced.
         UnsupportedError: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed.
@@ -145,21 +106,25 @@ def convert(
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
-    how = How(chunk_bytes, shard_bytes, workers, progress, verify)
+    how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     infos = _chosen(source, None if states is None else as_strings(states))
     _check_virtual(how, virtual=virtual, checksums=checksums, unprotected=unprotected)
     plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
     placed = VirtualExtents(source, infos) if virtual else None
-    attempt = begin(store, plan, overwrite=overwrite, needs=[] if placed is None else [url for url, _ in placed.homes])
+    needs = [] if placed is None else [url for url, _ in placed.homes]
+    attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
     try:
         if placed is None:
-            manifest = write(source, store, attempt, infos, how)
+            manifest, recorded = write(source, store, attempt, infos, how)
         else:
+            recorded = False
             manifest = _write_virtual(source, store, attempt, placed, how, checksums=checksums, unprotected=unprotected)
         about = {"run": run or manifest.run, "config": with_config(manifest.config, config)}
         done = commit(
             store, attempt, manifest.model_copy(update={**about, "metrics": {**manifest.metrics, **(metrics or {})}})
         )
+        if recorded:
+            discard_finished(store, attempt.id)
     except Uncertain:
         raise
     except UcformatError:
@@ -197,6 +162,8 @@ def _check_virtual(how: How, *, virtual: bool, checksums: bool, unprotected: boo
         raise UsageError("checksums of the source's files are for a virtual checkpoint; others always have their own")
     if unprotected and not virtual:
         raise UsageError("only a virtual checkpoint needs files that could be unprotected")
+    if virtual and how.where != HERE:
+        raise UsageError("a virtual checkpoint is written by one process: its bytes stay where they are")
     if virtual and (how.chunk_bytes or how.shard_bytes):
         raise UsageError("a virtual checkpoint has no chunks and shards: its bytes stay where they are")
 
@@ -213,25 +180,6 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
     return infos
 
 
-def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> dict[str, Any]:
-    """The plan of a conversion, which identifies it: the source's files as they are now, the tensors and the grids.
-
-    Args:
-        source: the checkpoint that is converted.
-        infos: the tensors that are written.
-        how: the options.
-    """
-    files = map_io(source.store.info, source.metadata.files)
-    return {
-        "convert": source.store.url,
-        "files": [(f.key, f.size, f.version) for f in files],
-        "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
-        "view": [step.step for step in source.steps],
-        "grids": (how.chunk_bytes, how.shard_bytes),
-        "writer": __version__,
-    } | ({} if how.verify else {"verify": False})
-
-
 def write(
     source: Checkpoint,
     store: Store,
@@ -239,11 +187,8 @@ def write(
     infos: Sequence[TensorInfo],
     how: How,
     compared: Collection[str] = (),
-) -> Manifest:
+) -> tuple[Manifest, bool]:
     """Write tensors as arrays, and everything else of a checkpoint.
-
-    Intact shards of an interrupted run of the same attempt are kept. If the source has checksums for their bytes, these
-    are read and compared again, because a checksum covers more bytes than those of a shard.
 
     Args:
         source: the checkpoint that is converted.
@@ -254,15 +199,28 @@ def write(
         compared: the keys of source files that were compared as a whole before (default: none).
 
     Returns:
-        The manifest, which the caller commits.
+        The manifest, which the caller commits, and whether there are records, which the caller then discards.
+
+    Raises:
+        NotFinished: another process is to commit.
     """
     _list_files(source)
-    arrays = lay_out(infos, attempt.folder("data"), how.chunk_bytes, how.shard_bytes)
-    with verifying(source, compared, on=how.verify, workers=how.workers) as verifier:
-        leaves = _write_all(source, store, arrays, how, verifier)
-    verified = VerifiedDoc(default=False) if verifier is None else verifier.described(infos)
-    made = _described(source, store, attempt, tuple(array_doc(a, leaves[a.info.key]) for a in arrays))
-    return made.model_copy(update={"verified": verified, "grid": grid_doc(how.chunk_bytes, how.shard_bytes)})
+    with ShardJob(source, store, attempt.id, infos, how, compared) as job, ThreadPoolExecutor(1) as beside:
+        if attempt.began is None:
+            job.resume()
+        if how.where != HERE and (watching := find_watched(source.store)) is not None:
+            for file in source.metadata.files:  # others have read them, too
+                watching.note(file)
+        metadata = beside.submit(_write_metadata, store, job.arrays) if how.where.finishes else None
+        workers = how.workers or workers_for(source.store, store)
+        if not run_job(job, how.where, workers, how.progress):
+            raise NotFinished(f"this part of {store.url} is written; another process commits it")
+        arrays, verified = job.finish()
+        if metadata is not None:
+            metadata.result()
+    made = _described(source, store, attempt, arrays)
+    made = made.model_copy(update={"verified": verified, "grid": grid_doc(how.chunk_bytes, how.shard_bytes)})
+    return made, job.recorded or how.where != HERE
 
 
 def _list_files(source: Checkpoint) -> None:
@@ -305,92 +263,6 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
     )
     check_unchanged(source.store, "nothing was committed", TRACKERS)
     return made
-
-
-def _write_all(
-    source: Checkpoint,
-    store: Store,
-    arrays: Sequence[Array],
-    how: How,
-    verifier: StreamVerifier | None,
-) -> dict[Key, dict[tuple[int, ...], bytes]]:
-    """Write all metadata, as one task, and every shard, large ones first; return the digests of the shards' chunks."""
-    large = sorted(arrays, key=lambda a: -_ShardTask(a, (0,) * len(a.grid.shape)).nbytes)
-    shards = (_ShardTask(a, s) for a in large for s in a.grid.shards())  # lazily: a file may claim any number
-    tasks = chain(islice(shards, 1), [None], shards)
-    total, done = sum(a.info.nbytes for a in arrays), 0
-    leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
-
-    def work(task: _ShardTask | None) -> bytes:
-        if task is not None:
-            return _write_shard(source, store, task, verifier, "whole" if how.verify else "never")
-        _write_metadata(store, arrays)
-        return b""
-
-    for task, found in run_tasks(work, tasks, how.workers or workers_for(source.store, store)):
-        if task is None:
-            continue
-        leaves[task.array.info.key][task.shard] = found
-        done += task.nbytes
-        if how.progress is not None:
-            how.progress(done, total)
-    return leaves
-
-
-def _write_shard(
-    source: Checkpoint, store: Store, task: _ShardTask, verifier: StreamVerifier | None, verify: Verify
-) -> bytes:
-    info, grid = task.array.info, task.array.grid
-    key = shard_key(task.array.path, task.shard)
-    whole = grid.box(task.shard)  # few extents intersect a shard, and every band iterates over them
-    extents = [e for e in source.source.extents(info.key, whole) if e.box.intersect(whole)]
-    planned = extents if verifier is None else [verifier.planned(info, e) for e in extents]
-    costs = source.store.costs
-    if verifier is not None:  # it combines the checksums of blocks that are read in parts
-        costs = replace(costs, block=0)
-
-    def fill(piece: Piece, raw: NDArray[np.uint8]) -> None:
-        if verifier is not None:
-            verifier.expect(info, extents, piece.box)
-        wanted = [ReadItem(info, planned, [(0, piece)])]
-        read_items(source.store, wanted, [raw], [str(info.key)], verify=verify, costs=costs, threads=1)
-
-    kept = _kept(store, key, task)
-    if kept is not None:  # written by this plan before it was interrupted
-        again = verifier is not None and verifier.carries(info, extents)
-        if verifier is not None and not again:
-            verifier.expect(info, extents, whole)
-        if not again or write_shard(cast("Store", _NullWriter()), key, grid, task.shard, fill) == kept:
-            store.adopt(key)
-            return kept
-    return write_shard(store, key, grid, task.shard, fill)
-
-
-class _NullWriter(Writer):
-    """A store that discards what is written."""
-
-    def create(self, key: str, unit: int = 1) -> Writer:  # noqa: ARG002 - see Store
-        return self
-
-    def write(self, data: Bytes) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
-
-
-def _kept(store: Store, key: str, task: _ShardTask) -> bytes | None:
-    """The digests of a shard's chunks if its file exists and is intact."""
-    try:
-        if store.info(key).size != task.array.grid.file_nbytes(task.shard):
-            return None
-        leaves, problems = check_shard(store, key, task.array.grid, task.shard)
-    except NotFound:
-        return None
-    return None if problems else leaves
 
 
 def _write_metadata(store: Store, arrays: Sequence[Array]) -> None:

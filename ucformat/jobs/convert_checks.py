@@ -15,22 +15,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucformat.errors import ChecksumError
-from ucformat.format.digest import CRC32_SHIFT, CRC32C_SHIFT
+from ucformat.format.digest import CRC32C_SHIFT
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
 from ucformat.jobs.run import run, workers_for
+from ucformat.jobs.sums import StreamSum, SumPart
 from ucformat.reading.execute import place_checksum
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.sources.zarr.values import is_checked
-from ucformat.storage.strided import checksum, crc32
+from ucformat.storage.strided import checksum
 from ucformat.storage.watched import find_watched
 from ucformat.views.viewed import inputs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Block, Key, TensorInfo
+    from ucformat.jobs.finished import SumDoc
     from ucformat.reading.readable import FileRecord
 
 __all__ = ["StreamVerifier", "verifying"]
@@ -38,40 +40,6 @@ __all__ = ["StreamVerifier", "verifying"]
 _READ = 4 << 20  # bytes that are read at once of remaining bytes
 _NAMED = 5  # tensors of a damaged record that an error names
 _RESIDUE = checksum(bytes(4))  # the CRC-32C of any bytes followed by their own
-
-
-class _StreamSum:
-    """The progress of one checksum: which of its bytes have been read, and their combined CRC."""
-
-    __slots__ = ("crc", "expected", "file", "left", "shift", "start", "stop", "value", "waits", "what")
-
-    def __init__(self, file: str, what: str, start: int, nbytes: int, expected: int, *, castagnoli: bool) -> None:
-        self.file, self.what, self.start, self.stop, self.expected = file, what, start, start + nbytes, expected
-        self.crc: Callable[[memoryview], int] = checksum if castagnoli else crc32
-        self.shift = CRC32C_SHIFT if castagnoli else CRC32_SHIFT
-        self.left = [(self.start, self.stop)]  # ranges that have not been read yet, in order
-        self.value, self.waits = 0, nbytes
-
-    @property
-    def begun(self) -> bool:
-        return self.waits < self.stop - self.start
-
-    def claim(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Mark bytes as read; returns the ranges of them that had not been read before."""
-        first = max(0, bisect_right(self.left, (start, start)) - 1)
-        last, mine, rest = first, [], []
-        for a, b in self.left[first:]:
-            if a >= stop:
-                break
-            last += 1
-            x, y = max(a, start), min(b, stop)
-            if x >= y:
-                rest.append((a, b))
-                continue
-            mine.append((x, y))
-            rest += [part for part in ((a, x), (y, b)) if part[0] < part[1]]
-        self.left[first:last] = rest
-        return mine
 
 
 class StreamVerifier:
@@ -84,12 +52,13 @@ class StreamVerifier:
         self._source, self._origin, self._compared = source.source, source.origin, compared
         self._lock = threading.Lock()
         self._records: dict[str, tuple[list[int], list[FileRecord]]] = {}
-        self._of_records: dict[tuple[str, int], _StreamSum] = {}
-        self._blocks: dict[str, list[tuple[int, int, _StreamSum]]] = {}
+        self._of_records: dict[tuple[str, int], StreamSum] = {}
+        self._blocks: dict[str, list[tuple[int, int, StreamSum]]] = {}
         self._longest: dict[str, int] = {}
         self._computed: dict[str, bool] = {}  # file -> whether checksums cover all of its inputs
         self._bare: set[Key] = set()  # tensors with bytes that no checksum covers
         self._besides = 0
+        self._reading = threading.local()  # `parts`: what a task of this thread has read of checksums
         if source.foreign:
             by_file: dict[str, list[FileRecord]] = {}
             for record in source.foreign.records():
@@ -180,17 +149,20 @@ class StreamVerifier:
         expected = _RESIDUE if block.crc32c is None else block.crc32c
         if block.placed:
             expected ^= CRC32C_SHIFT(place_checksum(file, block.offset), nbytes)
-        if not block.nbytes:
-            return
+        if block.nbytes:
+            self._add_sum(file, block.offset, nbytes, expected)
+
+    def _add_sum(self, file: str, start: int, nbytes: int, expected: int) -> StreamSum:
         with self._lock:
             known = self._blocks.setdefault(file, [])
-            at = bisect_right(known, (block.offset, nbytes), key=lambda k: k[:2])
-            if at and known[at - 1][:2] == (block.offset, nbytes):
-                return
-            what = f"crc32c differs (block at byte {block.offset})"
-            one = _StreamSum(file, what, block.offset, nbytes, expected, castagnoli=True)
-            insort(known, (block.offset, nbytes, one), key=lambda k: k[:2])
+            at = bisect_right(known, (start, nbytes), key=lambda k: k[:2])
+            if at and known[at - 1][:2] == (start, nbytes):
+                return known[at - 1][2]
+            what = f"crc32c differs (block at byte {start})"
+            one = StreamSum(file, what, start, nbytes, expected, castagnoli=True)
+            insort(known, (start, nbytes, one), key=lambda k: k[:2])
             self._longest[file] = max(self._longest.get(file, 0), nbytes)
+            return one
 
     def _is_in_record(self, extent: Extent, itemsize: int) -> bool:
         if not extent.box.size:
@@ -221,6 +193,9 @@ class StreamVerifier:
             value = 0
             for a, b in parts:
                 value ^= one.shift(one.crc(data[a - at : b - at]), one.stop - b)
+            log: list[SumPart] | None = getattr(self._reading, "parts", None)
+            if log is not None:
+                log.append(SumPart(one, parts, value))
             with self._lock:
                 one.value ^= value
                 one.waits -= sum(b - a for a, b in parts)
@@ -228,7 +203,7 @@ class StreamVerifier:
             if done and one.value != one.expected:
                 raise self._damaged(one)
 
-    def _in_records(self, file: str, at: int, stop: int) -> list[_StreamSum]:
+    def _in_records(self, file: str, at: int, stop: int) -> list[StreamSum]:
         if file not in self._records:
             return []
         near, records = self._records[file]
@@ -242,13 +217,13 @@ class StreamVerifier:
                 assert r.crc32 is not None  # noqa: S101 - others are left out
                 what = f"the CRC-32 of its record {r.name} differs"
                 one = self._of_records.setdefault(
-                    (file, n), _StreamSum(file, what, r.locate(), r.nbytes, r.crc32, castagnoli=False)
+                    (file, n), StreamSum(file, what, r.locate(), r.nbytes, r.crc32, castagnoli=False)
                 )
             if one.start < stop and at < one.stop:
                 found.append(one)
         return found
 
-    def _in_blocks(self, file: str, at: int, stop: int) -> list[_StreamSum]:
+    def _in_blocks(self, file: str, at: int, stop: int) -> list[StreamSum]:
         if file not in self._blocks:
             return []
         with self._lock:
@@ -257,14 +232,56 @@ class StreamVerifier:
             last = bisect_right(known, stop - 1, key=lambda k: k[0])
             return [one for start, nbytes, one in known[first:last] if at < start + nbytes]
 
+    # --- what tasks elsewhere have read
+
+    @contextmanager
+    def task(self) -> Iterator[list[SumPart]]:
+        """Note what this thread reads of checksums inside the block."""
+        found: list[SumPart] = []
+        self._reading.parts = found
+        try:
+            yield found
+        finally:
+            self._reading.parts = None
+
+    def take(self, sums: Iterable[SumDoc]) -> None:
+        """Take what tasks in other processes, or in an earlier run, have read of checksums.
+
+        What includes bytes that were read here too is ignored, and its other bytes are read again at the end.
+
+        Args:
+            sums: from `sums_of`.
+
+        Raises:
+            ChecksumError: a checksum is complete now, and differs.
+        """
+        for doc in sums:
+            one = self._sum_of(doc)
+            if one is None:
+                continue
+            with self._lock:
+                free = all(any(a <= x and y <= b for a, b in one.left) for x, y in doc.ranges)
+                if free:
+                    one.waits -= sum(b - a for x, y in doc.ranges for a, b in one.claim(x, y))
+                    one.value ^= doc.value
+                done = free and not one.waits
+            if done and one.value != one.expected:
+                raise self._damaged(one)
+
+    def _sum_of(self, doc: SumDoc) -> StreamSum | None:
+        if doc.kind == "crc32c":
+            return self._add_sum(doc.file, doc.start, doc.nbytes, doc.expected)
+        found = self._in_records(doc.file, doc.start, doc.start + 1)
+        return next((one for one in found if (one.start, one.stop) == (doc.start, doc.start + doc.nbytes)), None)
+
     # --- the end
 
-    def unfinished(self) -> list[_StreamSum]:
+    def unfinished(self) -> list[StreamSum]:
         """The checksums of which some bytes have been read, but not all."""
         sums = [*self._of_records.values(), *(one for known in self._blocks.values() for *_, one in known)]
         return [one for one in sums if one.begun and one.waits]
 
-    def finish(self, one: _StreamSum) -> None:
+    def finish(self, one: StreamSum) -> None:
         """Read the remaining bytes of a checksum.
 
         Args:
@@ -278,18 +295,19 @@ class StreamVerifier:
                 with self._lock:
                     self._besides += part.nbytes
 
-    def described(self, infos: Sequence[TensorInfo]) -> VerifiedDoc:
+    def described(self, infos: Sequence[TensorInfo], bare: Collection[Key] = ()) -> VerifiedDoc:
         """Which tensors were verified, for the manifest.
 
         Args:
             infos: the tensors.
+            bare: those of which other processes have read bytes that no checksum covers (default: none).
         """
-        bare = [i.key for i in infos if i.key in self._bare]
-        default = 2 * len(bare) <= len(infos)
-        but = bare if default else [i.key for i in infos if i.key not in self._bare]
+        found = self._bare.union(bare)
+        default = 2 * len(found) <= len(infos)
+        but = [i.key for i in infos if (i.key in found) == default]
         return VerifiedDoc(default=default, but=tuple((k.name, k.state) for k in but), besides=self._besides)
 
-    def _damaged(self, one: _StreamSum) -> ChecksumError:
+    def _damaged(self, one: StreamSum) -> ChecksumError:
         held = list(self._tensors_in(one))
         more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
         named = f"; it holds {', '.join(map(str, held[:_NAMED]))}{more}" if held else ""
@@ -299,7 +317,7 @@ class StreamVerifier:
             "verify=False, takes what is there)",
         )
 
-    def _tensors_in(self, one: _StreamSum) -> Iterator[Key]:
+    def _tensors_in(self, one: StreamSum) -> Iterator[Key]:
         metadata = self._origin.metadata
         for info in metadata.tensor_list.tensors:
             for key in metadata.means.get(info.key, (info.key,)):

@@ -11,16 +11,26 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import Conflict, IntegrityError, NotACheckpoint, UcformatError, UnsupportedError, UsageError
+from ucformat.errors import (
+    Conflict,
+    IntegrityError,
+    NotACheckpoint,
+    NotFinished,
+    UcformatError,
+    UnsupportedError,
+    UsageError,
+)
 from ucformat.format.attempts import folders_of
 from ucformat.format.audit import ShardFile, wrong_digests
 from ucformat.format.commit import MANIFEST, announce, begin, commit, settle
 from ucformat.format.structure import find_manifest, parse_manifest, read_manifest
 from ucformat.geometry.tensor import Key
-from ucformat.jobs.copy_files import copy_file, listed, transfer
+from ucformat.jobs.copy_files import CopyJob, copy_file
 from ucformat.jobs.documents import copy_document
+from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.record import record_commits
-from ucformat.jobs.run import run, workers_for
+from ucformat.jobs.run import workers_for
+from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
 from ucformat.storage.watched import check_unchanged
@@ -67,6 +77,7 @@ def copy(
     overwrite: bool = False,  # noqa: FBT001, FBT002 - as of convert
     workers: int | None = None,
     *,
+    on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
 ) -> Copied:
     """Copy a universal checkpoint, arrays or packed, to another place, and commit it there under the same id.
@@ -81,9 +92,11 @@ def copy(
         overwrite: replace another checkpoint that is committed at `dst`; it stays whole until the copy is. If the same
             one is there, its files are compared with their checksums, and damaged ones are copied again.
         workers: files copied at once (default: one for each core; for object stores eight at least).
+        on: where files are copied, as for `convert`.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
+        NotFinished: this process has done its part, and another one commits.
         IntegrityError: the source is damaged; nothing is committed.
         Conflict: another checkpoint is committed at `dst`, or the source was replaced in the meantime.
         UnsupportedError: the source is not a universal checkpoint, or is virtual.
@@ -91,7 +104,9 @@ def copy(
     """
     if workers is not None and workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}")
-    source = _universal(src if isinstance(src, Checkpoint) else open_reference(src))
+    where = Where.parse(on)
+    ck = src if isinstance(src, Checkpoint) else open_reference(src)
+    source = _universal(ck)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
     data, _ = source.store.read_versioned(MANIFEST)
     if not _is_same(parse_manifest(data, f"{source.store.url}/{MANIFEST}"), source.manifest):
@@ -105,7 +120,7 @@ def copy(
             hint="pass overwrite=True (--overwrite) to replace it",
         )
     try:
-        return _copy(source, store, data, overwrite=overwrite, workers=workers, progress=progress)
+        return _copy(ck, source, store, data, where, overwrite=overwrite, workers=workers, progress=progress)
     except Conflict:
         here = None if overwrite else find_manifest(store, UcformatError)
         if here is not None and _is_same(here, source.manifest):  # another process copied it at the same time
@@ -169,9 +184,11 @@ def _already(source: Universal, store: Store) -> Copied:
 
 
 def _copy(
+    ck: Checkpoint,
     source: Universal,
     store: Store,
     data: bytes,
+    where: Where,
     *,
     overwrite: bool,
     workers: int | None,
@@ -179,16 +196,20 @@ def _copy(
 ) -> Copied:
     manifest = source.manifest
     plan = {"copy": manifest.id, "attempt": manifest.attempt}
-    attempt = begin(store, plan, overwrite=overwrite, name=manifest.attempt, keeps=manifest.id)
+    attempt = where.begin(lambda: begin(store, plan, overwrite=overwrite, name=manifest.attempt, keeps=manifest.id))
     before = None if attempt.replaces is None else attempt.replaces[0]
     if before is not None and before.attempt == manifest.attempt and not _has_equal_files(before, manifest):
         raise Conflict(
             f"{store.url} holds the checkpoint {before.id}, which has different files with the same names",
             hint="choose another place, or delete that checkpoint first",
         )
-    files = listed(source)
-    found = _transfer_all(source, store, files, workers, progress)
-    _must_be_there(store, manifest, files)
+    job = CopyJob(ck, store)
+    if attempt.began is None:
+        job.resume()
+    if not run_job(job, where, workers or workers_for(source.store, store), progress):
+        raise NotFinished(f"this part of {store.url} is copied; another process commits it")
+    found = _checked(job)
+    _must_be_there(store, manifest, job.files)
     check_unchanged(source.store, "nothing was committed")
     if before is not None and _is_same(before, manifest):
         _already(source, store)
@@ -200,6 +221,8 @@ def _copy(
                 hint="that checkpoint is complete, and has the same tensors; choose another place",
             )
         copy_document(source.store, store, manifest.id)
+    if job.recorded or where != HERE:
+        discard_finished(store, attempt.id)
     return found
 
 
@@ -208,38 +231,20 @@ def _has_equal_files(one: Manifest, other: Manifest) -> bool:
     return all(getattr(one, k) == getattr(other, k) for k in ("tensors", "objects", "assets", "sidecar"))
 
 
-def _transfer_all(
-    source: Universal,
-    store: Store,
-    files: Sequence[AuditItem],
-    workers: int | None,
-    progress: Callable[[int, int], None] | None,
-) -> Copied:
-    """Transfer every file, and check that the shards together match the digests of the arrays."""
-    there = _sizes(store, source.manifest)
-    total, done = sum(i.nbytes for i in files), 0
-    leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
-    kept: list[AuditItem] = []
-    jobs = run(lambda i: transfer(i, source.store, store, there), files, workers or workers_for(source.store, store))
-    for item, (found, was_there) in jobs:
-        if isinstance(item, ShardFile):
-            leaves.setdefault(item.key, {})[item.shard] = found
-        if was_there:
-            kept.append(item)
-        done += item.nbytes
-        if progress is not None:
-            progress(done, total)
+def _checked(job: CopyJob) -> Copied:
+    """Check that the shards together match the digests of the arrays; intact ones with other content are copied."""
+    source, store, leaves = job.source, job.store, job.leaves
     for key in [Key(str(p.name), str(p.state)) for p in wrong_digests(source, leaves)]:
-        for item in [i for i in kept if isinstance(i, ShardFile) and i.key == key]:  # intact, but with other content
+        for item in [i for i in job.kept if isinstance(i, ShardFile) and i.key == key]:
             leaves[key][item.shard] = copy_file(item, source.store, store)
-            kept.remove(item)
+            job.kept.remove(item)
     for problem in wrong_digests(source, leaves):
         raise IntegrityError(
             f"{source.store.url}/{problem.file}: {problem.reason}, in {problem.name} ({problem.state})",
             hint="restore the array from another copy of the checkpoint; nothing is committed at the destination",
         )
-    kept_nbytes = sum(i.nbytes for i in kept)
-    return Copied(store.url, source.manifest.id, len(files), total, len(kept), kept_nbytes)
+    kept_nbytes = sum(i.nbytes for i in job.kept)
+    return Copied(store.url, source.manifest.id, job.count, job.total, len(job.kept), kept_nbytes)
 
 
 def _sizes(store: Store, manifest: Manifest) -> dict[str, int]:

@@ -8,29 +8,35 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
-from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UcformatError
+from ucformat.errors import ChecksumError, Conflict, IntegrityError, MissingData, NotFound, UcformatError
+from ucformat.format.attempts import folders_of
 from ucformat.format.audit import ShardFile, items, read_through
 from ucformat.format.extents import blocks_of
 from ucformat.format.sidecar import NO_BLOCK
 from ucformat.format.structure import Problem
 from ucformat.format.universal import grid_of
 from ucformat.geometry.tensor import Key
+from ucformat.jobs.finished import FinishedDoc, TaskDoc, put_finished, read_finished
+from ucformat.jobs.reopen import reopen, spec_of
+from ucformat.jobs.tasks import Job
 from ucformat.reading.execute import place_checksum
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.strided import checksum
 from ucformat.storage.upload import unit_for
+from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ucformat.checkpoint import Checkpoint
     from ucformat.format.audit import AuditItem
     from ucformat.format.universal import Universal
     from ucformat.geometry.tensor import Block
     from ucformat.storage.base import Store, Writer
 
-__all__ = ["BlockChecker", "PackedFile", "copy_file", "listed", "transfer"]
+__all__ = ["BlockChecker", "CopyJob", "PackedFile", "copy_file", "listed", "transfer"]
 
 
 _NAMED = 5  # damaged chunks or blocks of a file that are named
@@ -85,6 +91,86 @@ class _BlockSum:
     def ok(self) -> bool:
         crc = self.block.crc32c
         return self._crc == (int.from_bytes(self._stored, "little") if crc is None else crc)
+
+
+class CopyJob(Job):
+    """Copies the files of a checkpoint, the large ones first.
+
+    Args:
+        source: the checkpoint.
+        store: the destination.
+    """
+
+    kind = "copy"
+
+    def __init__(self, source: Checkpoint, store: Store) -> None:
+        assert source.universal is not None  # noqa: S101 - the caller checks it
+        self.opened, self.source, self.store = source, source.universal, store
+        self.attempt = self.source.manifest.attempt
+        self.files = listed(self.source)
+        self.count = len(self.files)
+        self.finished = set()
+        self.recorded = False  # whether there are records of the attempt
+        self.leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
+        self.kept: list[AuditItem] = []  # those that were there already
+        self._there = {i.key: i.size for folder in folders_of(self.attempt) for i in store.list(folder)}
+
+    def nbytes(self, task: int) -> int:
+        """See Job."""
+        return self.files[task].nbytes
+
+    def run(self, task: int) -> TaskDoc:
+        """See Job."""
+        item = self.files[task]
+        leaves, kept = transfer(item, self.source.store, self.store, self._there)
+        return TaskDoc.of(task, self.store.info(item.file), leaves, kept=kept)
+
+    def record(self, results: Mapping[int, TaskDoc]) -> str:
+        """See Job."""
+        return FinishedDoc(parts=self.parts, tasks=tuple(results.values())).model_dump_json()
+
+    def keep(self, record: str) -> None:
+        """See Job."""
+        self.recorded = True
+        put_finished(self.store, self.attempt, record)
+
+    def take(self, record: str) -> None:
+        """See Job."""
+        self._take(FinishedDoc.model_validate_json(record))
+
+    def resume(self) -> None:
+        """Take the records of earlier runs, and of other processes."""
+        for doc in read_finished(self.store, self.attempt):
+            self.recorded = True
+            self._take(doc, kept=not doc.parts)
+
+    def _take(self, doc: FinishedDoc, *, kept: bool = False) -> None:
+        self.parts = max(self.parts, doc.parts)
+        for task in doc.tasks:
+            if task.task >= self.count or task.task in self.finished or task.file != self.files[task.task].file:
+                continue
+            item = self.files[task.task]
+            if isinstance(item, ShardFile):
+                self.leaves.setdefault(item.key, {})[item.shard] = bytes.fromhex(task.leaves)
+            if kept or task.kept:
+                self.kept.append(item)
+            self.finished.add(task.task)
+
+    def spec(self) -> dict[str, Any]:
+        """See Job."""
+        place = {"source": spec_of(self.opened), "store": self.store.url}
+        return {"job": "copy_files:CopyJob", **place, "id": self.source.manifest.id, "attempt": self.attempt}
+
+    @classmethod
+    def of_spec(cls, spec: Mapping[str, Any]) -> Self:
+        """See Job."""
+        source = reopen(spec["source"])
+        if (source.manifest.id, source.manifest.attempt) != (spec["id"], spec["attempt"]):
+            raise Conflict(
+                f"a worker finds another checkpoint at {source.url} than where the job was started",
+                hint="it must be the same place on all machines, and must not change meanwhile",
+            )
+        return cls(source, open_store(spec["store"]))
 
 
 def transfer(item: AuditItem, src: Store, dst: Store, there: Mapping[str, int]) -> tuple[bytes, bool]:

@@ -19,9 +19,12 @@ from ucformat.format.audit import SourceFile, checked, source_files
 from ucformat.format.commit import abandon, begin, commit, settle
 from ucformat.format.structure import find_manifest
 from ucformat.format.universal import Universal
-from ucformat.jobs.convert import How, plan_document, write
+from ucformat.jobs.convert import write
+from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run as run_tasks
+from ucformat.jobs.shards import How, plan_document
+from ucformat.jobs.where import Where
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
 from ucformat.storage.watched import find_watched
@@ -47,6 +50,7 @@ def materialize(
     workers: int | None = None,
     *,
     verify: bool = True,
+    on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
     """Rewrite a packed or virtual checkpoint as arrays, in place or as a new checkpoint, and commit them.
@@ -67,6 +71,7 @@ def materialize(
         workers: shards written at once (default: one for each core).
         verify: compare the bytes that are read with the checksums of their files (default: yes); files of another
             checkpoint that were registered with checksums are read a second time for it.
+        on: where shards are written, as for `convert`.
         progress: called with the bytes done and the bytes in all: of the files that are read a second time, and of the
             arrays.
 
@@ -77,15 +82,17 @@ def materialize(
         UnsupportedError: in place, if the checkpoint is foreign or the place has no conditional replacement of files.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
-    how = How(chunk_bytes, shard_bytes, workers, progress, verify)
+    how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     if dst is None:
         return _in_place(source, how)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
     plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": source.id}
-    attempt = begin(store, plan, overwrite=overwrite)
-    manifest, made = _write(source, store, attempt, how)
+    attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite))
+    manifest, made, recorded = _write(source, store, attempt, how)
     new = {"id": made.id, "created": made.created, "commits": None, "lineage": (*manifest.lineage, *made.lineage)}
     done = commit(store, attempt, manifest.model_copy(update=new))
+    if recorded:
+        discard_finished(store, attempt.id)
     return Checkpoint(Universal(store, manifest=done.as_read()))
 
 
@@ -111,13 +118,13 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
         settle(store)
         return source
     plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": before.attempt}
-    attempt = begin(store, plan, overwrite=True, keeps=before.id)
+    attempt = how.where.begin(lambda: begin(store, plan, overwrite=True, keeps=before.id))
     now = None if attempt.replaces is None else attempt.replaces[0]
     if now is None or now.attempt != before.attempt:  # since it was opened
         return _overtaken(store, attempt, now, before)
     try:
         _must_replace(store, attempt)
-        manifest, _ = _write(source, store, attempt, how)
+        manifest, _, recorded = _write(source, store, attempt, how)
     except UcformatError:
         now = find_manifest(store, UcformatError)
         if now is None or now.attempt == before.attempt:
@@ -127,6 +134,8 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
         done = commit(store, attempt, manifest)
     except Conflict:
         return _overtaken(store, attempt, find_manifest(store, UcformatError), before)
+    if recorded:
+        discard_finished(store, attempt.id)
     return Checkpoint(Universal(store, manifest=done.as_read()))
 
 
@@ -162,24 +171,25 @@ def _must_replace(store: Store, attempt: Attempt) -> None:
 _FILE_FIELDS = ("attempt", "objects", "assets", "sidecar", "grid", "tensors", "verified")
 
 
-def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tuple[Manifest, Manifest]:
-    """Verify registered files, then write all; returns the source's manifest with the new files, and `write`'s."""
+def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tuple[Manifest, Manifest, bool]:
+    """Verify registered files, then write; returns the source's manifest with the new files, and `write`'s result."""
     infos = list(source.tensors.values())
-    files = _registered(source) if how.verify else []
+    files = _registered(source) if how.verify and how.where.finishes else []
     total, done = sum(i.nbytes for i in infos), 0
-    compared = sum(file.nbytes for file in files)
+    before = sum(file.nbytes for file in files)
     for file, (_, wrong) in run_tasks(lambda file: checked(file, source.origin.store), files, how.workers):
         for problem in wrong:
             raise ChecksumError(str(problem), hint="restore the file from another copy; nothing was replaced")
         done += file.nbytes
         if how.progress is not None:
-            how.progress(done, compared + total)
+            how.progress(done, before + total)
     if (report := how.progress) is not None:
-        how = replace(how, progress=lambda written, _: report(compared + written, compared + total))
-    made = write(source, store, attempt, infos, how, {file.file for file in files})
+        how = replace(how, progress=lambda written, _: report(before + written, before + total))
+    compared = {file.file for file in _registered(source)} if how.verify else set()
+    made, recorded = write(source, store, attempt, infos, how, compared)
     changed = {name: getattr(made, name) for name in _FILE_FIELDS}
     changed["producer"] = {**source.manifest.producer, **made.producer}
-    return source.manifest.model_copy(update=changed), made
+    return source.manifest.model_copy(update=changed), made, recorded
 
 
 def _registered(source: Checkpoint) -> list[SourceFile]:

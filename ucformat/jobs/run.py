@@ -71,7 +71,8 @@ class Report:
     """The result of a verification; true if there are no problems.
 
     `bytes_verified` were compared with a checksum; `bytes_unverified` were only found to exist. `unprotected` are
-    places with files of a virtual checkpoint that have no record that it needs them.
+    places with files of a virtual checkpoint that have no record that it needs them. `part` is the part that was
+    verified, as `2/8`; empty for all.
     """
 
     url: str
@@ -81,6 +82,7 @@ class Report:
     bytes_unverified: int
     problems: tuple[Problem, ...]
     unprotected: tuple[str, ...] = ()
+    part: str = ""
 
     def __bool__(self) -> bool:
         return not self.problems

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import CoverageError, Inconsistent, IntegrityError, NotFound, UcformatError
+from ucformat.errors import (
+    Conflict,
+    CoverageError,
+    Inconsistent,
+    IntegrityError,
+    NotFinished,
+    NotFound,
+    UcformatError,
+    UsageError,
+)
 from ucformat.format.audit import (
     Check,
     ListedFile,
@@ -28,13 +38,16 @@ from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key, TensorInfo, single_extents
 from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.record import contradiction, record_verification
-from ucformat.jobs.run import Report, run, workers_for
+from ucformat.jobs.reopen import reopen, spec_of
+from ucformat.jobs.run import Report, workers_for
+from ucformat.jobs.tasks import Job
+from ucformat.jobs.where import Where, run_job
 from ucformat.references import open_reference
 from ucformat.schema import ITEMSIZE
 from ucformat.storage.strided import crc32
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Hashable, Iterator, Mapping
     from os import PathLike
 
     from ucformat.format.sidecar import Sidecar
@@ -56,6 +69,7 @@ def verify(
     workers: int | None = None,
     *,
     options: Mapping[str, Any] | None = None,
+    on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Read every byte of a checkpoint and compare it with its checksums and digests.
@@ -69,46 +83,127 @@ def verify(
         place: a checkpoint, or the place of one.
         workers: files read at once (default: one for each core; for object stores eight at least).
         options: facts that the files of a foreign checkpoint lack, as in `open`.
+        on: where files are read, as for `convert`. Parts are cut by tensors; each has a report of its own, which is not
+            recorded in the catalog.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
+        NotFinished: this process of torchrun has done its part, and rank 0 has the report.
         NotACheckpoint: there is no committed checkpoint.
         AmbiguousLayout: the files of a foreign checkpoint can be read in two ways.
     """
+    where = Where.parse(on)
     try:
         ck = place if isinstance(place, Checkpoint) else open_reference(place, options=options)
     except Inconsistent as error:  # its metadata contradict themselves, so there are no valid checksums
         named = tuple(p for p in error.problems if isinstance(p, Problem))
         return Report(str(getattr(place, "url", place)), Universal.kind, 0, 0, 0, named)
-    replicated: list[_Replicated] = []
-    checks = list(_universal(ck.universal, replicated) if ck.universal else _foreign(ck, replicated))
-    total, done = sum(c.nbytes + c.unverified for c in checks), 0
-    problems: list[Problem] = []
-    leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
-    for check, (found, wrong) in run(lambda c: c.run(), checks, workers or workers_for(ck.store)):
-        problems += wrong
-        if check.key is not None and check.shard is not None:
-            leaves.setdefault(check.key, {})[check.shard] = found
-        done += check.nbytes + check.unverified
-        if progress is not None:
-            progress(done, total)
+    if where.kind == "commit":
+        raise UsageError("a verification has nothing to commit", hint="each part reports what it has found")
+    job = VerifyJob(ck)
+    done = run_job(job, where, workers or workers_for(ck.store), progress)
+    part = f"{where.index}/{where.count}" if where.kind == "part" else ""
+    if not done and not part:
+        raise NotFinished("")
+    problems = job.problems
     if ck.universal:
         if (reason := contradiction(ck.universal.manifest, ck.url)) is not None:
             problems.append(Problem(MANIFEST, reason))
-        problems += wrong_digests(ck.universal, leaves, {(p.name, p.state) for p in problems})
-    for _, wrong in run(partial(_unequal, ck.origin.store, {p.file for p in problems}), replicated, workers):
-        problems += wrong
+        unknown = {job.group(task) for task in job.todo}
+        damaged = {(p.name, p.state) for p in problems} | {key for key in ck.universal.docs if key in unknown}
+        problems += wrong_digests(ck.universal, job.leaves, damaged)
+    verified = [job.checks[task] for task in job.finished if task < len(job.checks)]
     report = Report(
         ck.url,
         ck.kind,
         len(ck.tensors),
-        sum(c.nbytes for c in checks),
-        sum(c.unverified for c in checks),
+        sum(c.nbytes for c in verified),
+        sum(c.unverified for c in verified),
         tuple(sorted(problems, key=lambda p: (p.file, p.chunk or (), p.reason))),
         unprotected(ck),
+        part,
     )
-    record_verification(ck, report)
+    if not part:
+        record_verification(ck, report)
     return report
+
+
+class VerifyJob(Job):
+    """Checks the files of a checkpoint, and then compares replicas.
+
+    Args:
+        ck: the checkpoint.
+    """
+
+    kind = "verify"
+
+    def __init__(self, ck: Checkpoint) -> None:
+        self._ck = ck
+        self._replicated: list[_Replicated] = []
+        checks = _universal(ck.universal, self._replicated) if ck.universal else _foreign(ck, self._replicated)
+        self.checks = list(checks)
+        self.count = len(self.checks) + len(self._replicated)
+        self.finished = set()
+        self.leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
+        self._problems: list[Problem] = []
+        self._unequal: list[Problem] = []
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Those that were found; replicas in damaged files are not compared."""
+        damaged = {p.file for p in self._problems}
+        return self._problems + [p for p in self._unequal if p.file not in damaged]
+
+    def nbytes(self, task: int) -> int:
+        """See Job."""
+        return self.checks[task].nbytes + self.checks[task].unverified if task < len(self.checks) else 0
+
+    def group(self, task: int) -> Hashable:
+        """See Job: the digest of an array takes all its shards."""
+        key = self.checks[task].key if task < len(self.checks) else None
+        return task if key is None else key
+
+    def run(self, task: int) -> tuple[bytes, list[Problem]]:
+        """See Job."""
+        if task < len(self.checks):
+            return self.checks[task].run()
+        info, extents = self._replicated[task - len(self.checks)]
+        return b"", list(unequal_replicas(self._ck.origin.store, info, extents))
+
+    def record(self, results: Mapping[int, tuple[bytes, list[Problem]]]) -> str:
+        """See Job."""
+        return json.dumps([(task, found.hex(), [asdict(p) for p in wrong]) for task, (found, wrong) in results.items()])
+
+    def keep(self, record: str) -> None:
+        """Keep nothing: the place may be read-only."""
+
+    def take(self, record: str) -> None:
+        """See Job."""
+        for task, leaves, problems in json.loads(record):
+            found = [Problem(**{**p, "chunk": p["chunk"] and tuple(p["chunk"])}) for p in problems]
+            self.finished.add(task)
+            if task >= len(self.checks):
+                self._unequal += found
+                continue
+            self._problems += found
+            check = self.checks[task]
+            if check.key is not None and check.shard is not None:
+                self.leaves.setdefault(check.key, {})[check.shard] = bytes.fromhex(leaves)
+
+    def spec(self) -> dict[str, Any]:
+        """See Job."""
+        return {"job": "verify:VerifyJob", "source": spec_of(self._ck), "id": self._ck.id}
+
+    @classmethod
+    def of_spec(cls, spec: Mapping[str, Any]) -> Self:
+        """See Job."""
+        found = reopen(spec["source"])
+        if found.id != spec["id"]:
+            raise Conflict(
+                f"a worker finds another checkpoint at {found.url} than where the job was started",
+                hint="it must be the same place on all machines, and must not change meanwhile",
+            )
+        return cls(found)
 
 
 def _universal(source: Universal, replicated: list[_Replicated]) -> Iterator[Check]:
@@ -256,9 +351,3 @@ def _extents(
         return b"", wrong
 
     return Check(verified, check, unverified=nbytes - verified)
-
-
-def _unequal(store: Store, damaged: Collection[str], of: _Replicated) -> list[Problem]:
-    """The replicas of a tensor that differ, except in damaged files, which are reported already."""
-    info, extents = of
-    return list(unequal_replicas(store, info, (e for e in extents if e.file not in damaged)))

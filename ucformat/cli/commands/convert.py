@@ -21,6 +21,7 @@ from ucformat.cli.ui.options import (
     ignore_dependents_of,
 )
 from ucformat.cli.ui.text import bytes_text, plural
+from ucformat.cli.ui.where import ON, PART, where_of
 
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
@@ -54,6 +55,8 @@ __all__ = ["convert", "copy", "materialize"]
 @METRIC
 @VIEW
 @SOURCE
+@ON
+@PART
 @IGNORE_DEPENDENT
 @CATALOG
 def convert(
@@ -70,6 +73,8 @@ def convert(
     metrics: dict[str, float],
     view: str | None,
     options: dict[str, Any] | None,
+    on: str | None,
+    part: str | None,
     ignored: tuple[str, ...],
     out: Output,
 ) -> None:
@@ -98,6 +103,7 @@ def convert(
                 config=config,
                 metrics=metrics,
                 verify=not no_verify,
+                on=where_of(on, part),
                 progress=progress,
             )
     except KeyboardInterrupt:
@@ -140,6 +146,8 @@ def convert(
     metavar="N",
     help="Number of files to copy concurrently.  [default: one per core, at most 16; at least 8 for object stores]",
 )
+@ON
+@PART
 @IGNORE_DEPENDENT
 @CATALOG
 def copy(
@@ -147,6 +155,8 @@ def copy(
     dst: str,
     overwrite: bool,  # noqa: FBT001
     workers: int | None,
+    on: str | None,
+    part: str | None,
     ignored: tuple[str, ...],
     out: Output,
 ) -> None:
@@ -162,7 +172,7 @@ def copy(
     ignore_dependents_of(ignored, [dst], out, "copy")
     try:
         with out.progress("copying") as progress:
-            done = ucformat.copy(src, dst, overwrite, workers, progress=progress)
+            done = ucformat.copy(src, dst, overwrite, workers, on=where_of(on, part), progress=progress)
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted: nothing is committed at {dst}; run the same command again and it continues"
@@ -206,6 +216,8 @@ def copy(
     help="Number of shards to write concurrently.  [default: one for each core, at most 16]",
 )
 @click.option("--no-verify", is_flag=True, help="Do not check the checksums in SRC's files.")
+@ON
+@PART
 @IGNORE_DEPENDENT
 @CATALOG
 def materialize(
@@ -216,6 +228,8 @@ def materialize(
     overwrite: bool,  # noqa: FBT001
     workers: int | None,
     no_verify: bool,  # noqa: FBT001
+    on: str | None,
+    part: str | None,
     ignored: tuple[str, ...],
     out: Output,
 ) -> None:
@@ -235,7 +249,15 @@ def materialize(
     try:
         with out.progress("materialising") as progress:
             ck = ucformat.materialize(
-                source, dst, chunk_bytes, shard_bytes, overwrite, workers, verify=not no_verify, progress=progress
+                source,
+                dst,
+                chunk_bytes,
+                shard_bytes,
+                overwrite,
+                workers,
+                verify=not no_verify,
+                on=where_of(on, part),
+                progress=progress,
             )
     except KeyboardInterrupt:
         state = f"{source.url} is intact" if dst is None else f"nothing is committed at {dst}"

@@ -9,6 +9,7 @@ import click
 from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, command
 from ucformat.cli.ui.output import Heading
 from ucformat.cli.ui.text import bytes_text, plural
+from ucformat.cli.ui.where import ON, where_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,9 +29,13 @@ __all__ = ["verify"]
     metavar="N",
     help="Number of files to read concurrently.  [default: one for each core, at most 16]",
 )
+@ON
+@click.option("--part", metavar="I/N", help="Verify one of N parts, I from 0 on; parts are cut by tensors.")
 @SOURCE
 @CATALOG
-def verify(src: str, workers: int | None, options: dict[str, Any] | None, out: Output) -> None:
+def verify(
+    src: str, workers: int | None, on: str | None, part: str | None, options: dict[str, Any] | None, out: Output
+) -> None:
     """Read every byte of a checkpoint and check it against its checksums and digests.
 
     Prints one line for each problem and exits with 5 if there are any. Files of a foreign checkpoint without checksums
@@ -40,7 +45,7 @@ def verify(src: str, workers: int | None, options: dict[str, Any] | None, out: O
     from ucformat.errors import ChecksumError
 
     with out.progress("verifying") as progress:
-        report = ucformat.verify(src, workers, options=options, progress=progress)
+        report = ucformat.verify(src, workers, options=options, on=where_of(on, part), progress=progress)
     out.result(lambda: _describe(report), lambda: _data(report), lambda: map(str, report.problems))
     if not report:
         raise ChecksumError(
@@ -53,7 +58,7 @@ def _describe(report: Report) -> Iterator[str]:
     if report.problems:
         yield from map(str, report.problems)
         return
-    yield Heading(f"{report.url} is intact")
+    yield Heading(f"part {report.part} of {report.url} is intact" if report.part else f"{report.url} is intact")
     yield f"  {plural(report.tensors, 'tensor')}"
     if report.bytes_verified or not report.bytes_unverified:
         yield f"  {bytes_text(report.bytes_verified)} verified"
@@ -72,6 +77,7 @@ def _data(report: Report) -> dict[str, Any]:
         "bytes_verified": report.bytes_verified,
         "bytes_unverified": report.bytes_unverified,
         "unprotected": list(report.unprotected),
+        "part": report.part or None,
         "problems": [
             {
                 "file": p.file,

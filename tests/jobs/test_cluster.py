@@ -1,0 +1,170 @@
+"""Jobs on a Dask cluster and in the processes of torchrun: real processes, real kills, the commands of the guide."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("distributed", reason="pip install 'ucformat[dask]'")
+
+import ucformat
+from tests.jobs.dask_cluster import ROOT, cluster
+from tests.jobs.test_parts import SIZES, same_content, source_of
+from tests.patience import PATIENCE
+from ucformat.checkpoint import open_checkpoint
+from ucformat.errors import ChecksumError, Conflict, NotFound, UcformatError, UsageError
+from ucformat.geometry.layout import Layout
+from ucformat.jobs.reopen import reopen, spec_of
+from ucformat.jobs.shards import How, ShardJob
+from ucformat.jobs.tasks import run_batch
+from ucformat.storage.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("default")  # of the libraries that Dask loads
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[str]:
+    """A Dask cluster of two workers, as `--on` names it."""
+    with cluster(2) as (address, _):
+        yield f"dask://{address}"
+
+
+def test_two_of_four_workers_are_killed(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "src", 21, tensors=24, scale=4)
+    whole = ucformat.convert(source, tmp_path / "whole", **SIZES)
+    with cluster(4) as (address, pids):
+        killed = threading.Event()
+
+        def progress(done: int, total: int) -> None:
+            if done > total // 4 and not killed.is_set():
+                killed.set()
+                for pid in pids[:2]:
+                    os.kill(pid, signal.SIGKILL)
+
+        made = ucformat.convert(source, tmp_path / "made", **SIZES, on=f"dask://{address}", progress=progress)
+    assert killed.is_set()
+    same_content(whole, made)
+    assert ucformat.verify(made)
+
+
+def test_convert_copy_verify_and_resume(workers: str, tmp_path: Path) -> None:
+    source = source_of(tmp_path / "src", 22)
+    made = ucformat.convert(source, tmp_path / "made", **SIZES, on=workers)
+    same_content(ucformat.convert(source, tmp_path / "whole", **SIZES), made)
+    ucformat.copy(made, tmp_path / "copy", on=workers)
+    report, local = ucformat.verify(tmp_path / "copy", on=workers), ucformat.verify(tmp_path / "copy")
+    assert report
+    assert (report.bytes_verified, report.tensors) == (local.bytes_verified, local.tensors)
+    victim = max((p for p in (tmp_path / "copy" / "data").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    victim.write_bytes(b"\1" + victim.read_bytes()[1:])
+    assert ucformat.verify(tmp_path / "copy", on=workers).problems == ucformat.verify(tmp_path / "copy").problems != ()
+
+
+def test_an_error_of_a_worker_is_the_error_of_the_job(workers: str, tmp_path: Path) -> None:
+    source = source_of(tmp_path / "src", 23)
+    whole = ucformat.convert(source, tmp_path / "whole", **SIZES)
+    victim = max((p for p in (tmp_path / "whole" / "data").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    victim.write_bytes(b"\1" + victim.read_bytes()[1:])
+    with pytest.raises(ChecksumError, match=r"the chunk at bytes .* is damaged"):
+        ucformat.convert(whole, tmp_path / "made", chunk_bytes=4096, on=workers)
+    with pytest.raises(NotFound):
+        ucformat.open(tmp_path / "made" / "manifest.json")
+
+
+def test_a_view_and_options_come_along(workers: str, tmp_path: Path) -> None:
+    source = source_of(tmp_path / "src", 24)
+    steps: list[dict[str, Any]] = [{"rename": "t0", "to": "first"}, {"drop": ["t1"]}]
+    viewed = ucformat.open(source, view=steps)
+    made = ucformat.convert(viewed, tmp_path / "made", **SIZES, on=workers)
+    same_content(ucformat.convert(viewed, tmp_path / "whole", **SIZES), made)
+    assert "first" in made
+    again = reopen(json.loads(json.dumps(spec_of(viewed))))
+    assert (again.tensors, again.id) == (viewed.tensors, viewed.id)
+
+
+def test_options_that_are_layouts_are_told_as_documents(tmp_path: Path) -> None:
+    ck = ucformat.open(source_of(tmp_path / "src", 25))
+    layout = Layout.parse(
+        {"version": 1, "mesh": {"tp": 2}, "rules": [{"match": "*", "place": [{"shard": 0, "over": "tp"}]}]}
+    )
+    ck.opened = (str(tmp_path), {"layout": layout})
+    told = json.loads(json.dumps(spec_of(ck)))
+    assert Layout.parse(told["options"]["layout"]["$layout"]).dump() == layout.dump()
+
+
+def test_what_only_this_process_has_is_refused(tmp_path: Path) -> None:
+    ck = ucformat.convert(source_of(tmp_path / "src", 26), "memory://somewhere", **SIZES)
+    with pytest.raises(UsageError, match="memory"):
+        spec_of(ck)
+    with pytest.raises(UsageError, match="repeat"):
+        spec_of(open_checkpoint(tmp_path / "src" / "global_step5"))
+
+
+def test_a_worker_that_sees_other_files_refuses(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "src", 27)
+    ck = ucformat.open(source)
+    job = ShardJob(ck, MemoryStore("none"), "0" * 20, list(ck.tensors.values()), How(2048, 1 << 14))
+    spec = json.dumps({**job.spec(), "store": str(tmp_path / "dst")})
+    file = next(source.glob("*optim_states.pt"))
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(Conflict, match="other files"):
+        run_batch(spec, [0])
+    assert not (tmp_path / "dst").exists()
+
+
+def test_what_is_sent_is_plain_and_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {"AWS_SECRET_ACCESS_KEY": "sesame-1234567", "AWS_ACCESS_KEY_ID": "AKIA7654321", "HF_TOKEN": "hf_abcdefgh"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    ck = ucformat.open(source_of(tmp_path / "src", 28))
+    job = ShardJob(ck, MemoryStore("none"), "0" * 20, list(ck.tensors.values()), How(2048, 1 << 14))
+    sent = json.dumps(job.spec())
+    assert not [s for s in secrets.values() if s in sent]
+    assert json.loads(sent)["job"] == "shards:ShardJob"
+
+
+def test_a_scheduler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ucformat.jobs.on_dask._CONNECT_S", 0.5)
+    with pytest.raises(UcformatError, match=r"cannot be reached"):
+        ucformat.convert(source_of(tmp_path / "src", 29), tmp_path / "made", **SIZES, on="dask://127.0.0.1:9")
+
+
+def run(words: list[str], cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_commands_of_the_guide(workers: str, tmp_path: Path) -> None:
+    source_of(tmp_path, 30)
+    (tmp_path / "global_step5").rename(tmp_path / "global_step100")
+    page = (ROOT / "docs" / "guides" / "cluster.md").read_text().replace("dask://127.0.0.1:8786", workers)
+    lines = [line for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
+    assert len(lines) == 8
+    for line in lines:
+        program, *words = line.removeprefix("$ ").split()
+        module = {"ucp": "ucformat.cli", "torchrun": "torch.distributed.run"}[program]
+        if program == "torchrun":
+            pytest.importorskip("torch", reason="pip install 'ucformat[torch]'")
+            words = ["--standalone", *words]
+        said = run([sys.executable, "-m", module, *words], tmp_path)
+        if program == "torchrun":
+            assert len(said.splitlines()) == 1, "rank 0 alone reports"
+    places = [ucformat.open(tmp_path / f"universal{kind}") for kind in ("", "-by-ranks", "-by-parts")]
+    for place in places[1:]:
+        same_content(places[0], place)

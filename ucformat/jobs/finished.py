@@ -1,0 +1,164 @@
+"""Records of the finished tasks of an attempt, kept beside its files until it is committed.
+
+A record is put after the files of its tasks are durable. So whoever continues the attempt, or commits what others have
+done, reads none of them again: a file is the one in the record if its size and version are. The checksums of a source
+of which tasks in several processes have read parts are combined from the records, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ucformat.errors import Conflict, NotFound, UcformatError
+from ucformat.format.attempts import folders_of
+from ucformat.format.digest import bytes_digest
+from ucformat.storage.base import Info
+from ucformat.storage.concurrency import map_io
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.storage.base import Store
+
+__all__ = ["FinishedDoc", "SumDoc", "TaskDoc", "discard_finished", "put_finished", "read_finished"]
+
+_log = logging.getLogger("ucformat")
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class TaskDoc(_Document):
+    """A finished task: the file that it has written, as it was then, and what else is known of it.
+
+    `leaves` are digests of chunks. `bare`: some bytes that it has read have no checksum in the source. `kept`: the file
+    was there before.
+    """
+
+    task: _Count
+    file: str
+    size: _Count
+    version: str
+    etag: str | None = None
+    changed: int | None = None
+    leaves: Annotated[str, Field(pattern=r"^([0-9a-f]{32})*$")] = ""
+    bare: bool = False
+    kept: bool = False
+
+    @classmethod
+    def of(cls, task: int, info: Info, leaves: bytes, *, bare: bool = False, kept: bool = False) -> TaskDoc:
+        """The record of a task.
+
+        Args:
+            task: its number.
+            info: the file that it has written.
+            leaves: digests of its chunks.
+            bare: see above.
+            kept: see above.
+        """
+        return cls(
+            task=task,
+            file=info.key,
+            size=info.size,
+            version=info.version,
+            etag=info.etag,
+            changed=info.changed,
+            leaves=leaves.hex(),
+            bare=bare,
+            kept=kept,
+        )
+
+    @property
+    def info(self) -> Info:
+        """The file as it was."""
+        return Info(self.file, self.size, self.version, None, self.etag, self.changed)
+
+
+class SumDoc(_Document):
+    """Parts of the bytes of a checksum in the source, which tasks have read: their ranges, and their CRC combined.
+
+    `value` is that of the bytes as if all others were zeros, without the CRC of zeros.
+    """
+
+    file: str
+    start: _Count
+    nbytes: _Count
+    kind: Literal["crc32", "crc32c"]
+    expected: _Count
+    ranges: tuple[tuple[_Count, _Count], ...]
+    value: _Count
+
+
+class FinishedDoc(_Document):
+    """Finished tasks of an attempt; `parts` is into how many parts it was cut, if the process ran one of these."""
+
+    format: Literal["ucformat-finished-1"] = "ucformat-finished-1"
+    parts: _Count = 0
+    tasks: tuple[TaskDoc, ...]
+    sums: tuple[SumDoc, ...] = ()
+
+
+def _folder(attempt: str) -> str:
+    return f"objects/{attempt}/finished"  # which is removed with the attempt
+
+
+def put_finished(store: Store, attempt: str, record: str) -> None:
+    """Make the files that a store object has written durable, and put the record of their tasks.
+
+    Args:
+        store: the place.
+        attempt: the attempt's name.
+        record: a `FinishedDoc` as JSON.
+    """
+    store.flush()
+    data = record.encode()
+    name = bytes_digest(data).rpartition(":")[2][:32]
+    try:
+        store.put_if_absent(f"{_folder(attempt)}/{name}.json", data)
+    except Conflict:  # an equal one is there
+        return
+
+
+def read_finished(store: Store, attempt: str) -> Iterator[FinishedDoc]:
+    """Read the records of an attempt, without tasks whose files are gone or have changed, and without damaged records.
+
+    Args:
+        store: the place.
+        attempt: the attempt's name.
+    """
+
+    def read(info: Info) -> bytes:
+        try:
+            return store.read(info.key)
+        except NotFound:  # removed at this instant
+            return b""
+
+    found = map_io(read, list(store.list(_folder(attempt))))
+    there = {i.key: i for folder in folders_of(attempt) for i in store.list(folder)} if found else {}
+    for data in found:
+        try:
+            record = FinishedDoc.model_validate_json(data)
+        except ValidationError:
+            continue
+        kept = tuple(t for t in record.tasks if t.file in there and there[t.file].is_same(t.info))
+        # What tasks have read that will run again is compared again.
+        yield record if len(kept) == len(record.tasks) else record.model_copy(update={"tasks": kept, "sums": ()})
+
+
+def discard_finished(store: Store, attempt: str) -> None:
+    """Remove the records of a committed attempt; what cannot be removed stays until the checkpoint is.
+
+    Args:
+        store: the place.
+        attempt: the attempt's name.
+    """
+    try:
+        store.delete_prefix(_folder(attempt))
+    except UcformatError as error:
+        _log.debug("records of the attempt %s stay: %s", attempt, error.message)

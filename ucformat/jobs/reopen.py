@@ -1,0 +1,59 @@
+"""Opening a checkpoint in another process as it was opened in this one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import UsageError
+from ucformat.geometry.layout import Layout
+from ucformat.references import open_reference
+from ucformat.storage.url import split_url
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucformat.checkpoint import Checkpoint
+
+__all__ = ["reopen", "spec_of"]
+
+_LAYOUT = "$layout"  # of an option that is a layout: its document
+
+
+def spec_of(ck: Checkpoint) -> dict[str, Any]:
+    """What another process needs to open a checkpoint in the same way, as JSON values.
+
+    Args:
+        ck: a universal checkpoint, or one that `open_reference` has opened, perhaps through a view.
+
+    Raises:
+        UsageError: it cannot be opened elsewhere.
+    """
+    if ck.opened is None and ck.foreign is not None:
+        raise UsageError(
+            f"{ck.url} was opened in a way that other processes cannot repeat", hint="give its path, url or reference"
+        )
+    place, options = ck.opened or (ck.url, {})
+    if split_url(place)[0] == "memory":
+        raise UsageError(f"{place} is in the memory of this process alone", hint="use a place that all machines reach")
+    plain = {k: {_LAYOUT: v.dump()} if isinstance(v, Layout) else v for k, v in options.items()}
+    views: list[Any] = []
+    source: Any = ck.source
+    while getattr(source, "is_view", False):
+        views.append([step.model_dump(by_alias=True, mode="json") for _, step in source.steps])
+        source = source.base
+    return {"place": place, "options": plain, "views": [steps for steps in reversed(views) if steps]}
+
+
+def reopen(spec: Mapping[str, Any]) -> Checkpoint:
+    """Open a checkpoint as another process has opened it.
+
+    Args:
+        spec: from `spec_of`.
+    """
+    options = {
+        k: Layout.parse(v[_LAYOUT]) if isinstance(v, dict) and _LAYOUT in v else v for k, v in spec["options"].items()
+    }
+    found = open_reference(spec["place"], options=options or None)
+    for steps in spec["views"]:
+        found = found.view(steps)
+    return found

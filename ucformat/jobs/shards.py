@@ -1,0 +1,297 @@
+"""The shards of the arrays that a conversion writes, as tasks."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from ucformat._version import __version__
+from ucformat.errors import Conflict, NotFound, UsageError
+from ucformat.format.arrays import array_doc, lay_out, shard_key
+from ucformat.format.digest import LEAF_BYTES, document_digest
+from ucformat.format.shard import check_shard, write_shard
+from ucformat.geometry.tensor import Key
+from ucformat.jobs.convert_checks import StreamVerifier
+from ucformat.jobs.finished import FinishedDoc, TaskDoc, put_finished, read_finished
+from ucformat.jobs.reopen import reopen, spec_of
+from ucformat.jobs.run import run, workers_for
+from ucformat.jobs.sums import SumPart, sums_of
+from ucformat.jobs.tasks import Job
+from ucformat.jobs.where import HERE, Where
+from ucformat.reading.plan import ReadItem
+from ucformat.reading.read import read_items
+from ucformat.schema.manifest import VerifiedDoc
+from ucformat.storage.base import Writer
+from ucformat.storage.concurrency import map_io
+from ucformat.storage.url import open_store
+from ucformat.storage.watched import find_watched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.format.arrays import Array
+    from ucformat.geometry.tensor import Piece, TensorInfo
+    from ucformat.reading.plan import Verify
+    from ucformat.schema.tensors import TensorDoc
+    from ucformat.storage.base import Bytes, Store
+
+__all__ = ["How", "ShardJob", "plan_document"]
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """Options for writing arrays, with the meaning and the defaults of the parameters of `convert`."""
+
+    chunk_bytes: int | None = None
+    shard_bytes: int | None = None
+    workers: int | None = None
+    progress: Callable[[int, int], None] | None = None
+    verify: bool = True
+    where: Where = HERE
+
+    def __post_init__(self) -> None:
+        for option in ("chunk_bytes", "shard_bytes", "workers"):
+            given = getattr(self, option)
+            if given is not None and given < 1:
+                raise UsageError(f"{option} must be at least 1, not {given}")
+
+
+def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> dict[str, Any]:
+    """The plan of a conversion, which identifies it: the source's files as they are now, the tensors and the grids.
+
+    Args:
+        source: the checkpoint that is converted.
+        infos: the tensors that are written.
+        how: the options.
+    """
+    files = map_io(source.store.info, source.metadata.files)
+    return {
+        "convert": source.store.url,
+        "files": [(f.key, f.size, f.version) for f in files],
+        "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
+        "view": [step.step for step in source.steps],
+        "grids": (how.chunk_bytes, how.shard_bytes),
+        "writer": __version__,
+    } | ({} if how.verify else {"verify": False})
+
+
+class ShardJob(Job):
+    """Writes the shards of arrays, the large ones first.
+
+    Intact shards of an interrupted run of the same attempt are kept, without reading them if they are recorded.
+
+    Args:
+        source: the checkpoint that is converted.
+        store: the place of the new checkpoint.
+        attempt: the attempt's name.
+        infos: the tensors.
+        how: the options.
+        compared: the keys of source files that are compared as a whole otherwise (default: none).
+    """
+
+    kind = "convert"
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        store: Store,
+        attempt: str,
+        infos: Sequence[TensorInfo],
+        how: How,
+        compared: Collection[str] = (),
+    ) -> None:
+        self.source, self.store, self.attempt, self.infos, self.how = source, store, attempt, infos, how
+        self.arrays = lay_out(infos, f"data/{attempt}", how.chunk_bytes, how.shard_bytes)
+        self._large = sorted(self.arrays, key=lambda a: -_nbytes(a, (0,) * len(a.grid.shape)))
+        self._ends = list(accumulate(a.grid.count for a in self._large))
+        self.count = self._ends[-1] if self._ends else 0
+        self.finished = set()
+        self.recorded = False  # whether there are records of the attempt
+        self._leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in self.arrays}
+        self._bare: set[Key] = set()
+        self._compared = tuple(compared)
+        watching = find_watched(source.store) if how.verify else None
+        self.verifier = None if watching is None else StreamVerifier(source, compared)
+        self._observing = ExitStack()
+        if watching is not None and self.verifier is not None:
+            self._observing.enter_context(watching.observed(self.verifier.see))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._observing.close()
+
+    def _shard(self, task: int) -> tuple[Array, tuple[int, ...]]:
+        n = bisect_right(self._ends, task)
+        array = self._large[n]
+        return array, array.grid.shard_at(task - (self._ends[n - 1] if n else 0))
+
+    def nbytes(self, task: int) -> int:
+        """See Job."""
+        return _nbytes(*self._shard(task))
+
+    @property
+    def total(self) -> int:
+        """See Job."""
+        return sum(i.nbytes for i in self.infos)
+
+    def spec(self) -> dict[str, Any]:
+        """See Job."""
+        return {
+            "job": "shards:ShardJob",
+            "source": spec_of(self.source),
+            "store": self.store.url,
+            "attempt": self.attempt,
+            "tensors": [tuple(i.key) for i in self.infos],
+            "grids": (self.how.chunk_bytes, self.how.shard_bytes),
+            "verify": self.how.verify,
+            "compared": self._compared,
+            "plan": document_digest(plan_document(self.source, self.infos, self.how)),
+        }
+
+    @classmethod
+    def of_spec(cls, spec: Mapping[str, Any]) -> Self:
+        """See Job."""
+        source = reopen(spec["source"])
+        infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
+        chunk_bytes, shard_bytes = spec["grids"]
+        how = How(chunk_bytes, shard_bytes, verify=spec["verify"])
+        if document_digest(plan_document(source, infos, how)) != spec["plan"]:
+            raise Conflict(
+                f"{source.url} has other files where a worker reads it than where the job was started",
+                hint="it must be the same place on all machines, and must not change meanwhile",
+            )
+        return cls(source, open_store(spec["store"]), spec["attempt"], infos, how, spec["compared"])
+
+    def resume(self) -> None:
+        """Take the records of earlier runs, and of other processes."""
+        for doc in read_finished(self.store, self.attempt):
+            self.recorded = True
+            self._take(doc)
+
+    def run(self, task: int) -> tuple[TaskDoc, Sequence[SumPart]]:
+        """See Job."""
+        array, shard = self._shard(task)
+        key = shard_key(array.path, shard)
+        noted: AbstractContextManager[list[SumPart]]
+        noted = nullcontext([]) if self.verifier is None else self.verifier.task()
+        with noted as sums:
+            leaves, bare = self._write(array, shard, key)
+        return TaskDoc.of(task, self.store.info(key), leaves, bare=bare), sums
+
+    def _write(self, array: Array, shard: tuple[int, ...], key: str) -> tuple[bytes, bool]:
+        """Write a shard, unless it is there; returns the digests of its chunks, and whether bytes have no checksum."""
+        source, verifier, info, grid = self.source, self.verifier, array.info, array.grid
+        whole = grid.box(shard)  # few extents intersect a shard, and every band iterates over them
+        extents = [e for e in source.source.extents(info.key, whole) if e.box.intersect(whole)]
+        planned = extents if verifier is None else [verifier.planned(info, e) for e in extents]
+        costs = source.store.costs
+        if verifier is not None:  # it combines the checksums of blocks that are read in parts
+            costs = replace(costs, block=0)
+        bare = False
+
+        def fill(piece: Piece, raw: NDArray[np.uint8]) -> None:
+            nonlocal bare
+            if verifier is not None:
+                bare |= not verifier.expect(info, extents, piece.box)
+            wanted = [ReadItem(info, planned, [(0, piece)])]
+            verify: Verify = "whole" if self.how.verify else "never"
+            read_items(source.store, wanted, [raw], [str(info.key)], verify=verify, costs=costs, threads=1)
+
+        kept = self._kept(array, shard, key)
+        if kept is not None:  # written by this plan before it was interrupted
+            again = verifier is not None and verifier.carries(info, extents)
+            if verifier is not None and not again:
+                bare = not verifier.expect(info, extents, whole)
+            # If the source has checksums, its bytes are read again: a checksum covers more bytes than those of a shard.
+            if not again or write_shard(cast("Store", _NullWriter()), key, grid, shard, fill) == kept:
+                self.store.adopt(key)
+                return kept, bare
+        return write_shard(self.store, key, grid, shard, fill), bare
+
+    def _kept(self, array: Array, shard: tuple[int, ...], key: str) -> bytes | None:
+        """The digests of a shard's chunks if its file exists and is intact."""
+        try:
+            if self.store.info(key).size != array.grid.file_nbytes(shard):
+                return None
+            leaves, problems = check_shard(self.store, key, array.grid, shard)
+        except NotFound:
+            return None
+        return None if problems else leaves
+
+    def record(self, results: Mapping[int, Any]) -> str:
+        """See Job."""
+        sums = sums_of(noted for _, noted in results.values())
+        tasks = tuple(doc for doc, _ in results.values())
+        return FinishedDoc(parts=self.parts, tasks=tasks, sums=sums).model_dump_json()
+
+    def keep(self, record: str) -> None:
+        """See Job."""
+        self.recorded = True
+        put_finished(self.store, self.attempt, record)
+
+    def take(self, record: str) -> None:
+        """See Job."""
+        self._take(FinishedDoc.model_validate_json(record))
+
+    def _take(self, doc: FinishedDoc) -> None:
+        self.parts = max(self.parts, doc.parts)
+        for task in doc.tasks:
+            if task.task in self.finished or task.task >= self.count:
+                continue
+            array, shard = self._shard(task.task)
+            leaves, chunks = bytes.fromhex(task.leaves), math.prod(array.grid.tiles(shard, "").grid)
+            if task.file == shard_key(array.path, shard) and len(leaves) == LEAF_BYTES * chunks:
+                self._leaves[array.info.key][shard] = leaves
+                self.finished.add(task.task)
+                if task.bare:
+                    self._bare.add(array.info.key)
+        if self.verifier is not None:
+            self.verifier.take(doc.sums)
+
+    def finish(self) -> tuple[tuple[TensorDoc, ...], VerifiedDoc]:
+        """Complete the checksums of the source of which parts were read; call it when all tasks are finished.
+
+        Returns:
+            The arrays for the manifest, and which of them were verified.
+
+        Raises:
+            ChecksumError: a file of the source is damaged.
+        """
+        verified = VerifiedDoc(default=False)
+        if self.verifier is not None:
+            workers = self.how.workers or workers_for(self.source.store)
+            for _ in run(self.verifier.finish, self.verifier.unfinished(), workers):
+                pass
+            verified = self.verifier.described(self.infos, self._bare)
+        return tuple(array_doc(a, self._leaves[a.info.key]) for a in self.arrays), verified
+
+
+def _nbytes(array: Array, shard: tuple[int, ...]) -> int:
+    """The bytes of a shard's elements."""
+    return array.grid.box(shard).size * array.info.itemsize
+
+
+class _NullWriter(Writer):
+    """A store that discards what is written."""
+
+    def create(self, key: str, unit: int = 1) -> Writer:  # noqa: ARG002 - see Store
+        return self
+
+    def write(self, data: Bytes) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass

@@ -1,0 +1,239 @@
+"""Jobs that are lists of tasks.
+
+A job numbers its tasks in an order that follows from its plan, so processes on several machines agree on it without
+talking to each other. A task can be run again, by any of them. What tasks have found is kept in records, which are text
+and mean the same everywhere: the process that finishes the job needs them, and nothing else, of the others.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from ucformat.errors import UcformatError
+from ucformat.jobs.run import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+    from concurrent.futures import Future
+
+__all__ = ["Job", "batches", "part_of", "run_batch", "run_here"]
+
+_RECORD_BYTES, _RECORD_S = 64 << 20, 1.0  # of finished tasks, after which they are recorded
+_BATCH_BYTES, _BATCH_TASKS = 256 << 20, 1000  # at most, unless one task has more
+_LEAST_BYTES = 4 << 20
+
+
+class Job(ABC):
+    """A list of tasks. `run` may be called by several threads at once.
+
+    Attributes:
+        kind: its name, which a dashboard shows.
+        count: the number of tasks.
+        finished: the numbers of tasks whose results are known; `take` adds to them.
+        parts: into how many parts other processes have cut it (0: into none that is known).
+    """
+
+    kind: ClassVar[str]
+    count: int
+    finished: set[int]
+    parts: int = 0
+
+    @abstractmethod
+    def nbytes(self, task: int) -> int:
+        """The bytes that a task reads or writes.
+
+        Args:
+            task: its number.
+        """
+
+    def group(self, task: int) -> Hashable:
+        """What tasks that one part must run have in common; by default each may be run by another part.
+
+        Args:
+            task: its number.
+        """
+        return task
+
+    @abstractmethod
+    def run(self, task: int) -> Any:
+        """Run a task; returns what `record` takes.
+
+        Args:
+            task: its number.
+        """
+
+    @abstractmethod
+    def record(self, results: Mapping[int, Any]) -> str:
+        """Return a record of the results of tasks, as JSON.
+
+        Args:
+            results: by the number of the task.
+        """
+
+    @abstractmethod
+    def keep(self, record: str) -> None:
+        """Make the work of tasks durable, and keep their record for this job when it runs again, if it can.
+
+        Args:
+            record: of these tasks.
+        """
+
+    @abstractmethod
+    def take(self, record: str) -> None:
+        """Take the results in a record.
+
+        Args:
+            record: from `record` of an equal job, perhaps in another process.
+        """
+
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """What another process needs to make an equal job, as JSON values: places and options, and never a secret."""
+
+    @classmethod
+    @abstractmethod
+    def of_spec(cls, spec: Mapping[str, Any]) -> Self:
+        """Make a job in another process.
+
+        Args:
+            spec: from `spec`.
+
+        Raises:
+            Conflict: that process sees other files.
+        """
+
+    @property
+    def total(self) -> int:
+        """The bytes of all tasks."""
+        return sum(map(self.nbytes, range(self.count)))
+
+    @property
+    def todo(self) -> Iterator[int]:
+        """The tasks that are not finished."""
+        return (task for task in range(self.count) if task not in self.finished)
+
+
+def run_here(
+    job: Job,
+    tasks: Iterable[int],
+    workers: int | None,
+    advance: Callable[[int], None],
+    *,
+    keep_last: bool = True,
+) -> Iterator[str]:
+    """Run tasks in threads of this process.
+
+    Args:
+        job: the job.
+        tasks: their numbers.
+        workers: how many at once.
+        advance: called with the bytes of each task that is done.
+        keep_last: also keep the last record, of less than a second and 64 MiB, for other processes.
+
+    Yields:
+        Records of what was done, which are kept, too; also of what was done when this is interrupted.
+    """
+
+    def kept(results: Mapping[int, Any]) -> str:
+        record = job.record(results)
+        job.keep(record)
+        return record
+
+    pending: dict[int, Any] = {}
+    nbytes, since = 0, time.monotonic()
+    with ThreadPoolExecutor(1, "ucformat-record") as recorder:
+        records: deque[Future[str]] = deque()
+        try:
+            for task, result in run(job.run, tasks, workers):
+                pending[task] = result
+                nbytes += job.nbytes(task)
+                advance(job.nbytes(task))
+                if nbytes >= _RECORD_BYTES or time.monotonic() - since >= _RECORD_S:
+                    records.append(recorder.submit(kept, pending))
+                    pending, nbytes, since = {}, 0, time.monotonic()
+                while records and records[0].done():
+                    yield records.popleft().result()
+        except BaseException:
+            with suppress(UcformatError):  # the first error says more
+                kept(pending)
+            raise
+        if pending:
+            records.append(recorder.submit(kept if keep_last else job.record, pending))
+        for one in records:
+            yield one.result()
+
+
+def part_of(job: Job, index: int, count: int) -> Iterator[int]:
+    """The tasks of one part; all parts have about as many bytes.
+
+    Args:
+        job: the job.
+        index: the part's, from 0.
+        count: of parts.
+    """
+    loads = [(0, n) for n in range(count)]
+    of: dict[Hashable, int] = {}
+    sizes: dict[Hashable, int] = {}
+    for task in range(job.count):
+        group = job.group(task)
+        sizes[group] = sizes.get(group, 0) + max(1, job.nbytes(task))
+    for group, nbytes in sorted(sizes.items(), key=lambda g: -g[1]):
+        load, part = loads[0]
+        heapq.heapreplace(loads, (load + nbytes, part))
+        of[group] = part
+    return (task for task in range(job.count) if of[job.group(task)] == index)
+
+
+def batches(job: Job, slots: int) -> Iterator[list[int]]:
+    """Cut the tasks that are not finished into batches, by bytes.
+
+    Args:
+        job: the job.
+        slots: how many batches run at once.
+    """
+    most = min(_BATCH_BYTES, max(_LEAST_BYTES, job.total // (4 * slots)))
+    batch: list[int] = []
+    nbytes = 0
+    for task in job.todo:
+        batch.append(task)
+        nbytes += job.nbytes(task)
+        if nbytes >= most or len(batch) >= _BATCH_TASKS:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+_making = threading.Lock()
+
+
+def run_batch(spec: str, tasks: list[int]) -> str:
+    """Run tasks in a process that knows nothing of the job; returns their record.
+
+    Args:
+        spec: of the job, as JSON: `{"job": "module:Class", …}`.
+        tasks: their numbers.
+    """
+    with _making:
+        job = _job_of(spec)
+    record = job.record({task: job.run(task) for task in tasks})
+    job.keep(record)
+    return record
+
+
+@lru_cache(maxsize=2)
+def _job_of(spec: str) -> Job:
+    found = json.loads(spec)
+    module, _, name = found["job"].partition(":")
+    made: Job = getattr(import_module(f"ucformat.jobs.{module}"), name).of_spec(found)
+    return made

@@ -1,0 +1,148 @@
+"""Where the tasks of a job run.
+
+What `on` may be:
+
+    threads             threads of this process
+    dask://HOST:PORT    the workers of a Dask cluster; tls://HOST:PORT, if it uses TLS
+    torchrun            the processes that torchrun has started
+    part:I/N            this process runs one part of N, and finishes nothing
+    commit              this process runs no task, and finishes what the parts have done
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from ucformat.errors import MissingData, UsageError
+from ucformat.jobs.on_dask import run_on_dask
+from ucformat.jobs.on_torchrun import is_first, run_in_torchrun, take_turns
+from ucformat.jobs.tasks import part_of, run_here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ucformat.jobs.tasks import Job
+
+__all__ = ["HERE", "Where", "run_job"]
+
+T = TypeVar("T")
+
+_PART = re.compile(r"part:(\d{1,7})/(\d{1,7})")
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where tasks run, as `on` says.
+
+    Attributes:
+        kind: the first word of it.
+        address: of a Dask scheduler.
+        index: the part's, from 0.
+        count: of parts.
+    """
+
+    kind: Literal["threads", "dask", "torchrun", "part", "commit"] = "threads"
+    address: str = ""
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def parse(cls, on: str) -> Where:
+        """Parse the value of `on`.
+
+        Args:
+            on: the text.
+
+        Raises:
+            UsageError: it is none of those above, or there is no such part.
+        """
+        if on == "threads" or on == "torchrun" or on == "commit":
+            return cls(on)
+        scheme, found, place = on.partition("://")
+        if found and place and scheme in ("dask", "tls"):
+            return cls("dask", f"{'tcp' if scheme == 'dask' else 'tls'}://{place}")
+        if (part := _PART.fullmatch(on)) is None:
+            raise UsageError(
+                f"{on!r} is no place where tasks run",
+                hint="there are: threads, dask://HOST:PORT, tls://HOST:PORT, torchrun, part:I/N, commit",
+            )
+        index, count = int(part[1]), int(part[2])
+        if index >= count:
+            raise UsageError(f"there is no part {index} of {count}", hint="parts are numbered from 0 on: 0/4 … 3/4")
+        return cls("part", "", index, count)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether this process finishes the job; of those of torchrun, only rank 0 does."""
+        return is_first() if self.kind == "torchrun" else self.kind != "part"
+
+    def begin(self, begin: Callable[[], T]) -> T:
+        """Call a function that begins an attempt: in the processes of torchrun, on rank 0 first.
+
+        Args:
+            begin: the function.
+        """
+        return take_turns(begin) if self.kind == "torchrun" else begin()
+
+
+#: Threads of this process.
+HERE = Where()
+
+
+def run_job(
+    job: Job, where: Where = HERE, workers: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> bool:
+    """Run the tasks of a job that are not finished.
+
+    Args:
+        job: the job, which gets the results.
+        where: where its tasks run.
+        workers: tasks that a process runs at once (default: one for each core, at most 16).
+        progress: called with the bytes done and the bytes in all.
+
+    Returns:
+        Whether this process has the results of all tasks, and is to finish the job.
+
+    Raises:
+        MissingData: parts have not done their tasks; the message names the parts.
+    """
+    total = job.total
+    done = sum(map(job.nbytes, job.finished))
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    if job.finished:
+        advance(0)
+    if where.kind == "dask":
+        records = run_on_dask(job, where.address, advance)
+    elif where.kind == "torchrun":
+        records = run_in_torchrun(job, workers, advance)
+    elif where.kind == "part":
+        job.parts = where.count
+        mine = (task for task in part_of(job, where.index, where.count) if task not in job.finished)
+        records = run_here(job, mine, workers, advance)
+    else:
+        records = run_here(job, job.todo if where.kind == "threads" else (), workers, advance, keep_last=False)
+    for record in records:
+        job.take(record)
+    if where.finishes and (missing := sum(1 for _ in job.todo)):
+        raise MissingData(
+            f"{missing:,} of the {job.count:,} tasks are not done{_late_parts(job)}; nothing was committed",
+            hint="run these parts again, with the same arguments; they do only what is missing",
+        )
+    return where.finishes
+
+
+def _late_parts(job: Job) -> str:
+    """The parts whose tasks are not finished, as far as any part has told how many there are."""
+    if not job.parts:
+        return ""
+    todo = set(job.todo)
+    late = [n for n in range(job.parts) if not todo.isdisjoint(part_of(job, n, job.parts))]
+    return f": those of part{'s' * (len(late) != 1)} {', '.join(map(str, late))} of {job.parts}"
