@@ -58,8 +58,8 @@ class Where:
         Raises:
             UsageError: it is none of those above, or there is no such part.
         """
-        if on == "threads" or on == "torchrun" or on == "commit":
-            return cls(on)
+        if (alone := _ALONE.get(on)) is not None:
+            return alone
         scheme, found, place = on.partition("://")
         if found and place and scheme in ("dask", "tls"):
             return cls("dask", f"{'tcp' if scheme == 'dask' else 'tls'}://{place}")
@@ -89,6 +89,8 @@ class Where:
 
 #: Threads of this process.
 HERE = Where()
+
+_ALONE: dict[str, Where] = {w.kind: w for w in (HERE, Where("torchrun"), Where("commit"))}  # those of one word
 
 
 def run_job(
