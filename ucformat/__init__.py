@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.layout import Layout
     from ucformat.jobs.convert import convert
     from ucformat.jobs.copy import Copied, copy
+    from ucformat.jobs.cost import Cost, estimate
     from ucformat.jobs.doctor import Diagnosis, doctor
     from ucformat.jobs.fits import Fit, fits
     from ucformat.jobs.gc import collect
@@ -38,6 +39,7 @@ __all__ = [
     "Catalog",
     "Checkpoint",
     "Copied",
+    "Cost",
     "Diagnosis",
     "Fit",
     "Layout",
@@ -50,6 +52,7 @@ __all__ = [
     "copy",
     "doctor",
     "errors",
+    "estimate",
     "fits",
     "materialize",
     "open",
@@ -63,6 +66,7 @@ _HOMES = {
     "Catalog": "catalog.catalog:Catalog",
     "Checkpoint": "checkpoint:Checkpoint",
     "Copied": "jobs.copy:Copied",
+    "Cost": "jobs.cost:Cost",
     "Diagnosis": "jobs.doctor:Diagnosis",
     "Fit": "jobs.fits:Fit",
     "Layout": "geometry.layout:Layout",
@@ -74,6 +78,7 @@ _HOMES = {
     "copy": "jobs.copy:copy",
     "doctor": "jobs.doctor:doctor",
     "errors": "errors:",
+    "estimate": "jobs.cost:estimate",
     "fits": "jobs.fits:fits",
     "materialize": "jobs.materialize:materialize",
     "open": "references:open_reference",

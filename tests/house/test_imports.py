@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "references": {"errors", "storage", "views", "checkpoint", "catalog", "settings"},
     "jobs": {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources", "checkpoint"),
-        *("_version", "catalog", "references", "settings"),
+        *("_version", "catalog", "durable", "references", "settings"),
     },
     "torch": {
         *("schema", "errors", "geometry", "storage", "reading", "format", "sources", "checkpoint"),
@@ -47,6 +47,7 @@ BESIDES = {
     "storage/testing.py": {"numpy", "pytest"},
     "jobs/on_dask.py": {"distributed"},
     "jobs/on_torchrun.py": {"torch"},
+    "jobs/profiles.py": {"platformdirs"},
 }
 FACES = {"cli", "web", "__init__", "__main__"}  # nothing imports them; they may import everything
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from ucformat.errors import PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.commit import MANIFEST
 from ucformat.jobs import probes
+from ucformat.jobs.profiles import Profile, keep_profile
 from ucformat.settings import load_settings, using
 from ucformat.storage.clouds import SCHEMES, Options, keys_in_environment, s3_settings
 from ucformat.storage.local import LocalStore
@@ -119,6 +120,7 @@ class Diagnosis:
     probes: tuple[Probe, ...]
     latency_ms: float | None = None
     mb_per_s: float | None = None
+    write_mb_per_s: float | None = None
 
     @property
     def can_read(self) -> bool | None:
@@ -149,7 +151,8 @@ class Diagnosis:
 def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Diagnosis:
     """Probe what a storage place can do: list, read ranges, put and replace on condition, send large files, delete.
 
-    Some 20 MiB are written in a folder `ucf-doctor-…` there, and removed, also if a probe fails.
+    Some 30 MiB are written in a folder `ucf-doctor-…` there, and removed, also if a probe fails. The speed that was
+    measured is kept for this user, for `estimate`.
 
     Args:
         place: a path or url. It may be empty; with `read_only` it should hold a checkpoint.
@@ -162,6 +165,8 @@ def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Di
             examined.write()
         if not examined.written:
             examined.read()
+        if examined.latency is not None and examined.throughput is not None:
+            keep_profile(store.url, Profile(examined.latency, examined.throughput, examined.write_throughput))
         return Diagnosis(
             store.url,
             read_only,
@@ -169,6 +174,7 @@ def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Di
             tuple(examined.found),
             examined.latency,
             examined.throughput,
+            examined.write_throughput,
         )
 
 
@@ -180,6 +186,7 @@ class _Examined:
         self.found: list[Probe] = []
         self.latency: float | None = None
         self.throughput: float | None = None
+        self.write_throughput: float | None = None
         self.written = False  # whether the probes can read files of their own
 
     def run(self, name: str, probe: Callable[[], str]) -> Status:
@@ -224,6 +231,8 @@ class _Examined:
         self.run("put if absent", lambda: probes.put_if_absent(store, root))
         self.run("replace", lambda: probes.replace(store, root))
         self._measure(small, probes.SMALL, key)
+        with suppress(UcformatError):
+            self.write_throughput = probes.write_throughput(store, root)
         self.run("delete", lambda: probes.delete(store, root))
 
     def read(self) -> None:

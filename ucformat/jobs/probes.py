@@ -38,6 +38,7 @@ __all__ = [
     "replace",
     "throughput",
     "write",
+    "write_throughput",
 ]
 
 SMALL = 1 << 10  # bytes
@@ -282,6 +283,20 @@ def latency(store: Store, key: str, nbytes: int = SMALL) -> float:
         store.read(key, 0, nbytes)
         taken.append(time.perf_counter() - begun)
     return 1000 * sorted(taken)[_LATENCY_READS // 2]
+
+
+def write_throughput(store: Store, root: str) -> float:
+    """Measure the megabytes (10⁶ bytes) a second of writing one file, until it is durable.
+
+    Args:
+        store: the place.
+        root: the folder of the probes.
+    """
+    data = _bytes(_READ, 3)
+    begun = time.perf_counter()
+    put_file(store, f"{root}/speed", data)
+    store.flush()
+    return len(data) / (time.perf_counter() - begun) / 1e6
 
 
 def throughput(store: Store, key: str, size: int) -> float:

@@ -130,14 +130,19 @@ class ShardJob(Job):
     def __exit__(self, *_: object) -> None:
         self._observing.close()
 
-    def _shard(self, task: int) -> tuple[Array, tuple[int, ...]]:
+    def shard(self, task: int) -> tuple[Array, tuple[int, ...]]:
+        """The array and the coordinates of a task's shard.
+
+        Args:
+            task: its number.
+        """
         n = bisect_right(self._ends, task)
         array = self._large[n]
         return array, array.grid.shard_at(task - (self._ends[n - 1] if n else 0))
 
     def nbytes(self, task: int) -> int:
         """See Job."""
-        return _nbytes(*self._shard(task))
+        return _nbytes(*self.shard(task))
 
     @property
     def total(self) -> int:
@@ -180,7 +185,7 @@ class ShardJob(Job):
 
     def run(self, task: int) -> tuple[TaskDoc, Sequence[SumPart]]:
         """See Job."""
-        array, shard = self._shard(task)
+        array, shard = self.shard(task)
         key = shard_key(array.path, shard)
         noted: AbstractContextManager[list[SumPart]]
         noted = nullcontext([]) if self.verifier is None else self.verifier.task()
@@ -248,7 +253,7 @@ class ShardJob(Job):
         for task in doc.tasks:
             if task.task in self.finished or task.task >= self.count:
                 continue
-            array, shard = self._shard(task.task)
+            array, shard = self.shard(task.task)
             leaves, chunks = bytes.fromhex(task.leaves), math.prod(array.grid.tiles(shard, "").grid)
             if task.file == shard_key(array.path, shard) and len(leaves) == LEAF_BYTES * chunks:
                 self._leaves[array.info.key][shard] = leaves

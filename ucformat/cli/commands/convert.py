@@ -21,7 +21,7 @@ from ucformat.cli.ui.options import (
     ignore_dependents_of,
 )
 from ucformat.cli.ui.text import bytes_text, plural
-from ucformat.cli.ui.where import ON, PART, where_of
+from ucformat.cli.ui.where import DRY_RUN, ON, PART, print_cost, where_of
 
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
@@ -57,6 +57,7 @@ __all__ = ["convert", "copy", "materialize"]
 @SOURCE
 @ON
 @PART
+@DRY_RUN
 @IGNORE_DEPENDENT
 @CATALOG
 def convert(
@@ -75,6 +76,7 @@ def convert(
     options: dict[str, Any] | None,
     on: str | None,
     part: str | None,
+    dry_run: bool,  # noqa: FBT001
     ignored: tuple[str, ...],
     out: Output,
 ) -> None:
@@ -86,6 +88,11 @@ def convert(
     import ucformat
     from ucformat.cli.program import Interrupted
 
+    if dry_run:
+        source, sizes = ucformat.open(src, view=view, options=options), (chunk_bytes, shard_bytes, workers)
+        cost = ucformat.estimate("convert", source, dst, list(states) or None, *sizes, verify=not no_verify)
+        print_cost(cost, out)
+        return
     begun = time.perf_counter()
     ignore_dependents_of(ignored, [dst], out, "convert")
     try:
@@ -148,6 +155,7 @@ def convert(
 )
 @ON
 @PART
+@DRY_RUN
 @IGNORE_DEPENDENT
 @CATALOG
 def copy(
@@ -157,6 +165,7 @@ def copy(
     workers: int | None,
     on: str | None,
     part: str | None,
+    dry_run: bool,  # noqa: FBT001
     ignored: tuple[str, ...],
     out: Output,
 ) -> None:
@@ -168,6 +177,9 @@ def copy(
     import ucformat
     from ucformat.cli.program import Interrupted
 
+    if dry_run:
+        print_cost(ucformat.estimate("copy", src, dst, workers=workers), out)
+        return
     begun = time.perf_counter()
     ignore_dependents_of(ignored, [dst], out, "copy")
     try:
@@ -218,6 +230,7 @@ def copy(
 @click.option("--no-verify", is_flag=True, help="Do not check the checksums in SRC's files.")
 @ON
 @PART
+@DRY_RUN
 @IGNORE_DEPENDENT
 @CATALOG
 def materialize(
@@ -230,6 +243,7 @@ def materialize(
     no_verify: bool,  # noqa: FBT001
     on: str | None,
     part: str | None,
+    dry_run: bool,  # noqa: FBT001
     ignored: tuple[str, ...],
     out: Output,
 ) -> None:
@@ -242,6 +256,10 @@ def materialize(
     from ucformat.cli.program import Interrupted
     from ucformat.jobs.materialize import is_packed
 
+    if dry_run:
+        sizes = (chunk_bytes, shard_bytes, workers)
+        print_cost(ucformat.estimate("materialize", src, dst, None, *sizes, verify=not no_verify), out)
+        return
     begun = time.perf_counter()
     source = ucformat.open(src)
     ignore_dependents_of(ignored, [source.home if dst is None else dst], out, "materialize")

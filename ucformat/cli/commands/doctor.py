@@ -25,7 +25,8 @@ __all__ = ["doctor"]
 def doctor(url: str, read_only: bool, out: Output) -> None:  # noqa: FBT001
     """Test the capabilities of a storage location, and show what they mean for checkpoints there.
 
-    URL is a path or URL, which need not exist. About 20 MiB are written to a folder `ucf-doctor-…` and removed again.
+    URL is a path or URL, which need not exist. About 30 MiB are written to a folder `ucf-doctor-…` and removed again.
+    The measured speed is kept for the estimates of --dry-run.
     Exits with 1 unless checkpoints can be read and committed there; with --read-only, unless the files there can be
     read.
     """
@@ -53,6 +54,8 @@ def _describe(found: Diagnosis) -> Iterator[str]:
         yield from field("latency", f"{found.latency_ms:.3g} ms for a small read", width)
     if found.mb_per_s is not None:
         yield from field("one read", f"{found.mb_per_s:,.0f} MB/s", width)
+    if found.write_mb_per_s is not None:
+        yield from field("one write", f"{found.write_mb_per_s:,.0f} MB/s", width)
     yield ""
     longest = max(len(p.name) for p in found.probes)
     for probe in found.probes:
@@ -88,5 +91,6 @@ def _data(found: Diagnosis) -> dict[str, Any]:
         "credentials": found.access.credentials,
         "latency_ms": rounded(found.latency_ms),
         "mb_per_s": rounded(found.mb_per_s),
+        "write_mb_per_s": rounded(found.write_mb_per_s),
         "probes": [{"name": p.name, "status": p.status, "text": p.text} for p in found.probes],
     }

@@ -9,7 +9,7 @@ import click
 from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, command
 from ucformat.cli.ui.output import Heading
 from ucformat.cli.ui.text import bytes_text, plural
-from ucformat.cli.ui.where import ON, where_of
+from ucformat.cli.ui.where import DRY_RUN, ON, print_cost, where_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,10 +31,17 @@ __all__ = ["verify"]
 )
 @ON
 @click.option("--part", metavar="I/N", help="Verify one of N parts, I from 0 on; parts are cut by tensors.")
+@DRY_RUN
 @SOURCE
 @CATALOG
 def verify(
-    src: str, workers: int | None, on: str | None, part: str | None, options: dict[str, Any] | None, out: Output
+    src: str,
+    workers: int | None,
+    on: str | None,
+    part: str | None,
+    dry_run: bool,  # noqa: FBT001
+    options: dict[str, Any] | None,
+    out: Output,
 ) -> None:
     """Read every byte of a checkpoint and check it against its checksums and digests.
 
@@ -44,6 +51,9 @@ def verify(
     import ucformat
     from ucformat.errors import ChecksumError
 
+    if dry_run:
+        print_cost(ucformat.estimate("verify", ucformat.open(src, options=options), workers=workers), out)
+        return
     with out.progress("verifying") as progress:
         report = ucformat.verify(src, workers, options=options, on=where_of(on, part), progress=progress)
     out.result(lambda: _describe(report), lambda: _data(report), lambda: map(str, report.problems))

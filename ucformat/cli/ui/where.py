@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
 import click
 
+from ucformat.cli.ui.output import Heading, terminal_width
+from ucformat.cli.ui.text import bytes_text, field, plural
 from ucformat.errors import UsageError
 
-__all__ = ["ON", "PART", "default_on", "where_of"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ucformat.cli.ui.output import Output
+    from ucformat.jobs.cost import Cost
+
+__all__ = ["DRY_RUN", "ON", "PART", "default_on", "print_cost", "where_of"]
 
 #: Where jobs run if `--on` is not given; `python -m ucformat` sets it in a process of torchrun.
 default_on = "threads"
@@ -38,3 +49,40 @@ def where_of(on: str | None, part: str | None) -> str:
             raise UsageError("--on and --part exclude each other", hint="a part runs on threads of its own process")
         return part if part == "commit" else f"part:{part}"
     return on or default_on
+
+
+DRY_RUN = click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print what the job would do, and about how long it takes; write nothing.",
+)
+
+
+def print_cost(cost: Cost, out: Output) -> None:
+    """Print what a job would cost.
+
+    Args:
+        cost: from `estimate`.
+        out: the output of the command.
+    """
+    out.result(lambda: _cost_lines(cost), lambda: asdict(cost), lambda: [str(cost.tasks)])
+
+
+def _cost_lines(cost: Cost) -> Iterator[str]:
+    width = terminal_width()
+    yield Heading(f"{plural(cost.tasks, 'task')}; nothing was done")
+    yield from field("files", f"{cost.files:,}", width)
+    yield from field("read", bytes_text(cost.bytes_read), width)
+    if cost.bytes_written:
+        yield from field("written", bytes_text(cost.bytes_written), width)
+    yield from field("requests", f"{cost.requests:,}", width)
+    if cost.seconds is not None:
+        yield from field("time", f"about {_time(cost.seconds)}", width)
+    for place in cost.unmeasured:
+        yield from field("time", f"unknown: `ucp doctor {place}` measures the speed there", width)
+
+
+def _time(seconds: float) -> str:
+    """A time in its largest unit of which there are two: `0.4 s`, `90 s`, `12 min`, `3 h`."""
+    unit, size = next(((u, n) for u, n in (("h", 3600), ("min", 60)) if seconds >= 2 * n), ("s", 1))
+    return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"

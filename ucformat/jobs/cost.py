@@ -1,0 +1,159 @@
+"""What a job will cost, before it runs: its tasks, the bytes that it reads and writes, its requests, and its time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import UnsupportedError, UsageError
+from ucformat.format.shard import BAND_BYTES
+from ucformat.geometry.box import row_major
+from ucformat.geometry.tensor import Piece
+from ucformat.jobs.copy_files import CopyJob
+from ucformat.jobs.profiles import profile_of
+from ucformat.jobs.run import workers_for
+from ucformat.jobs.shards import How, ShardJob
+from ucformat.jobs.verify import VerifyJob
+from ucformat.reading.plan import ReadItem, make_plan
+from ucformat.references import open_reference
+from ucformat.storage.upload import part_size, unit_for
+from ucformat.storage.url import as_strings, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from os import PathLike
+
+    from ucformat.reading.plan import Verify
+    from ucformat.storage.base import Store
+
+__all__ = ["Cost", "estimate"]
+
+_READ = 4 << 20  # bytes that copy and verify read at once
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a job will do.
+
+    Attributes:
+        tasks: into which it is cut.
+        files: that are written, or without a destination read.
+        bytes_read: from the source.
+        bytes_written: to the destination, without metadata.
+        requests: reads and writes; of local files, system calls.
+        seconds: about how long it takes with its workers in one process; None if `ucp doctor` has not measured the
+            places in `unmeasured`.
+        unmeasured: the places whose speed is unknown.
+    """
+
+    tasks: int
+    files: int
+    bytes_read: int
+    bytes_written: int
+    requests: int
+    seconds: float | None
+    unmeasured: tuple[str, ...]
+
+
+def estimate(
+    job: Literal["convert", "copy", "materialize", "verify"],
+    src: str | PathLike[str] | Checkpoint,
+    dst: str | PathLike[str] | None = None,
+    states: str | Iterable[str] | None = None,
+    chunk_bytes: int | None = None,
+    shard_bytes: int | None = None,
+    workers: int | None = None,
+    *,
+    verify: bool = True,
+) -> Cost:
+    """Estimate what a job costs; reads metadata alone, and writes nothing.
+
+    Args:
+        job: its name.
+        src: a checkpoint, or its path, url or reference.
+        dst: the destination, for `convert` and `copy`; for `materialize` the source's place by default.
+        states: as for `convert`.
+        chunk_bytes: as for `convert`.
+        shard_bytes: as for `convert`.
+        workers: as for `convert`.
+        verify: as for `convert`.
+
+    Raises:
+        UsageError: there is no such job, or `convert` or `copy` has no destination.
+        UnsupportedError: `copy` of a checkpoint that is not universal.
+    """
+    ck = src if isinstance(src, Checkpoint) else open_reference(src)
+    if job not in ("convert", "copy", "materialize", "verify"):
+        raise UsageError(f"there is no job {job!r}", hint="there are: convert, copy, materialize, verify")
+    if dst is None and job in ("convert", "copy"):
+        raise UsageError(f"{job} needs a destination")
+    if job == "verify":
+        checks = VerifyJob(ck)
+        nbytes = sum(c.nbytes for c in checks.checks)
+        calls = sum(math.ceil(c.nbytes / _READ) for c in checks.checks)
+        return _cost(ck, None, workers, (checks.count, len(checks.checks), calls, nbytes), (0, 0))
+    store = open_store(ck.home if dst is None else dst)
+    if job == "copy":
+        if ck.universal is None:
+            raise UnsupportedError(f"{ck.url} is a checkpoint of {ck.kind}, which is not copied", hint="convert it")
+        sizes = [item.nbytes for item in CopyJob(ck, store).files]
+        read = (len(sizes), len(sizes), sum(math.ceil(n / _READ) for n in sizes), sum(sizes))
+        return _cost(ck, store, workers, read, (sum(_puts(store, n) for n in sizes), sum(sizes)))
+    chosen = None if states is None else as_strings(states)
+    infos = [i for i in ck.tensors.values() if chosen is None or i.state in chosen]
+    with ShardJob(ck, store, "0" * 20, infos, How(chunk_bytes, shard_bytes, verify=verify)) as shards:
+        reads = list(_reads(shards, "whole" if verify else "never"))
+        sizes = [array.grid.file_nbytes(shard) for array, shard in map(shards.shard, range(shards.count))]
+    read = (shards.count, len(sizes), sum(n for n, _ in reads), sum(n for _, n in reads))
+    return _cost(ck, store, workers, read, (sum(_puts(store, n) for n in sizes), sum(sizes)))
+
+
+def _reads(job: ShardJob, verify: Verify) -> Iterator[tuple[int, int]]:
+    """The requests and the bytes of each shard."""
+    costs = job.source.store.costs
+    costs = replace(costs, block=0, request=min(costs.request, BAND_BYTES))  # as it is read, band by band
+    for array, shard in map(job.shard, range(job.count)):
+        box = array.grid.box(shard)
+        extents = [e for e in job.source.source.extents(array.info.key, box) if e.box.intersect(box)]
+        if job.verifier is not None:
+            extents = [job.verifier.planned(array.info, e) for e in extents]
+        plan = make_plan([ReadItem(array.info, extents, [(0, Piece(box, 0, row_major(box.shape)))])], verify, costs)
+        yield plan.ranges, plan.bytes_read
+
+
+def _puts(store: Store, nbytes: int) -> int:
+    """The requests that write a file."""
+    part = part_size(unit_for(nbytes)) if store.costs.parallel else BAND_BYTES
+    return 1 if nbytes <= part else 2 + math.ceil(nbytes / part)
+
+
+def _cost(
+    ck: Checkpoint, store: Store | None, workers: int | None, read: tuple[int, int, int, int], write: tuple[int, int]
+) -> Cost:
+    tasks, files, gets, bytes_read = read
+    puts, bytes_written = write
+    stores = [ck.store] if store is None else [ck.store, store]
+    threads = min(workers or workers_for(*stores), max(1, tasks))
+    seconds: list[float] = []
+    unmeasured: list[str] = []
+    for place, calls, nbytes, writing in ((ck.store, gets, bytes_read, False), (store, puts, bytes_written, True)):
+        if place is None:
+            continue
+        profile = profile_of(place.url)
+        if profile is None:
+            unmeasured.append(place.url)
+            continue
+        speed = (profile.write_mb_per_s if writing else None) or profile.read_mb_per_s
+        lanes = threads if place.costs.parallel else 1  # one reader of a disk gets most of its speed
+        seconds.append((calls * profile.latency_ms / 1e3 / threads) + nbytes / 1e6 / speed / lanes)
+    return Cost(
+        tasks,
+        files,
+        bytes_read,
+        bytes_written,
+        gets + puts,
+        None if unmeasured else sum(seconds),
+        tuple(dict.fromkeys(unmeasured)),
+    )
