@@ -31,6 +31,7 @@ BENCHMARKS = {
     "large": "A state of 8 GB",
     "catalog": "Catalog",
     "register": "Registering a tree again",
+    "jobs": "Jobs over several processes",
     "paper": "The paper's sources and targets",
 }
 
