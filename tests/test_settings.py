@@ -146,7 +146,14 @@ def test_a_folder_that_was_removed_has_no_file_of_a_project(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("key", "text"),
-    [("requests", "0"), ("requests", "1.5"), ("deadline", "nan"), ("deadline", "-1"), ("in_flight", "x")],
+    [
+        ("requests", "0"),
+        ("requests", "1.5"),
+        ("deadline", "nan"),
+        ("deadline", "-1"),
+        ("in_flight", "x"),
+        ("cache_bytes", "0"),
+    ],
 )
 def test_a_number_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch, key: str, text: str) -> None:
     monkeypatch.setenv(f"UCP_{key.upper()}", text)
@@ -252,6 +259,8 @@ def test_a_file_that_others_may_write_to_does_not_count(
     [
         ("endpoint", "'http://example.org'"),
         ("roots", "['/']"),
+        ("cache", "'/tmp/elsewhere'"),
+        ("cache_bytes", "1"),
         ("trusted", "['/elsewhere/ucformat.toml']"),
         ("catalog", "'postgresql://me@example.org/all'"),
         ("catalog", "'postgresql+psycopg://me:word@example.org/all'"),
@@ -269,7 +278,7 @@ def test_a_project_cannot_say_where_secrets_go(
     assert str(file) in caught.value.message
     assert "word" not in str(caught.value)
     assert str(tmp_path / "config" / "ucformat" / "config.toml") in str(caught.value.hint)
-    monkeypatch.setenv(f"UCP_{key.upper()}", "mine")
+    monkeypatch.setenv(f"UCP_{key.upper()}", "1")
     load_settings()
 
 
@@ -302,3 +311,10 @@ def test_registered_roots_are_of_this_user_alone_and_one_line_each(
     of_another(file)
     with pytest.raises(UnsafeError, match="belongs to"):
         allowed_roots()
+
+
+def test_the_folder_of_the_cache_is_relative_to_the_users_file(tmp_path: Path) -> None:
+    user(tmp_path, "cache = 'copies'")
+    assert load_settings().cache == str(tmp_path / "config" / "ucformat" / "copies")
+    user(tmp_path, "cache = 'none'")
+    assert load_settings().cache == "none"

@@ -19,6 +19,7 @@ from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import LazyValues
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.storage.base import exists
+from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.url import as_strings, open_store
 from ucformat.storage.watched import WatchedStore
 from ucformat.storage.wrappers import CachedListingStore
@@ -65,6 +66,15 @@ def open_checkpoint(
         NotFound: the place does not exist, or is empty.
         NotACheckpoint: the place holds no checkpoint, or no committed one.
     """
+    return read_consistently(lambda: _open(place, roots, options, watch), optimistic=False)
+
+
+def _open(
+    place: str | PathLike[str] | Store,
+    roots: Callable[[], Sequence[str]],
+    options: Mapping[str, Any] | None,
+    watch: Callable[[Store], WatchedStore],
+) -> Checkpoint:
     store = watch(open_store(place) if isinstance(place, str | PathLike) else place)
     if not exists(store, MANIFEST):
         with CachedListingStore(store) as seen:

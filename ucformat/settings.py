@@ -62,6 +62,8 @@ class Settings:
     deadline: float = 180.0  # seconds after which a failing request to a store is given up
     requests: int = 128  # concurrent reads of object stores, in the whole process
     in_flight: int = 256 << 20  # bytes of these reads
+    cache: str = ""  # a folder for copies of what is read over a network; "none" or "": there are none
+    cache_bytes: int = 64 << 30  # of these copies on the disk
 
     #: Projects' files that are used although they belong to another user.
     trusted: tuple[str, ...] = ()
@@ -212,8 +214,8 @@ def _registered() -> Path:
 
 _FIELDS = tuple(f.name for f in fields(Settings))
 _KNOWN = f"the settings are: {', '.join(_FIELDS)}"
-#: Settings that a project's file cannot have: where secrets are sent, and which files may be read.
-_USER_ONLY = ("endpoint", "roots", "trusted")
+#: Settings that a project's file cannot have: where secrets are sent, which files may be read, and where copies are.
+_USER_ONLY = ("cache", "cache_bytes", "endpoint", "roots", "trusted")
 _MAX_FILE_BYTES = 1 << 20  # bytes of a file of settings
 
 
@@ -232,7 +234,7 @@ def _checked(key: str, value: Any) -> Any:
         if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
             raise ValueError("it must be a list of places")
         return tuple(part for part in listed if part)
-    if key in ("requests", "in_flight"):
+    if key in ("requests", "in_flight", "cache_bytes"):
         return _number(value, int, "a whole number, 1 or more")
     if key == "deadline":
         return _number(value, float, "a number of seconds above 0")
@@ -348,8 +350,9 @@ def _read(file: _File) -> dict[str, Any]:
             found[key] = _checked(key, value)
         except ValueError as error:
             raise UsageError(f"{file.path} sets {key!r} to an invalid value: {error}") from None
-    if (catalog := found.get("catalog", "")) and catalog.lower() != "none" and "://" not in catalog:
-        found["catalog"] = str(file.path.parent / local_path(catalog, absolute=False))
+    for key in ("catalog", "cache"):
+        if (path := found.get(key, "")) and path.lower() != "none" and "://" not in path:
+            found[key] = str(file.path.parent / local_path(path, absolute=False))
     return found
 
 

@@ -53,6 +53,7 @@ ucp = Program(
         "copy": ("convert:copy", "Copy a universal checkpoint to another location."),
         "verify": ("verify:verify", "Read every byte and compare it with its checksums."),
         "doctor": ("doctor:doctor", "Check storage capabilities."),
+        "cache": ("cache:cache", "Show or clear the cache of files read over a network."),
         "layout": (_LAYOUT, "Validate layout files."),
         "ls": ("ls:ls", "List the checkpoints in the catalog."),
         "diff": ("diff:diff", "Show the differences between two checkpoints."),

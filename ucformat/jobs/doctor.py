@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ from ucformat.format.commit import MANIFEST
 from ucformat.jobs import probes
 from ucformat.jobs.profiles import Profile, keep_profile
 from ucformat.settings import load_settings, using
+from ucformat.storage.cache.scope import uncached
 from ucformat.storage.clouds import SCHEMES, Options, keys_in_environment, s3_settings
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store, split_url
@@ -39,20 +40,26 @@ _AZURE = (
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The endpoint, region and credentials for a place; None where it has none, or none is configured."""
+    """The endpoint, region, credentials and cache for a place; None where it has none, or none is configured."""
 
     endpoint: str | None = None
     region: str | None = None
     credentials: str | None = None
+    cache: str | None = None
 
 
 def access_to(url: str) -> Access:
-    """The endpoint, region and credentials with which `clouds.connect` opens a url.
+    """The endpoint, region and credentials with which `clouds.connect` opens a url, and the cache of its files.
 
     Args:
         url: the url.
     """
-    cloud = SCHEMES.get(split_url(url)[0])
+    scheme = split_url(url)[0]
+    found = _access_to(SCHEMES.get(scheme))
+    return found if scheme in ("", "file", "memory") else replace(found, cache=load_settings().cache or "none")
+
+
+def _access_to(cloud: str | None) -> Access:
     if cloud == "s3":
         return _of_s3()
     if cloud == "gs":
@@ -148,6 +155,7 @@ class Diagnosis:
         return bool(self.can_read if self.read_only else self.can_save)
 
 
+@uncached()
 def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Diagnosis:
     """Probe what a storage place can do: list, read ranges, put and replace on condition, send large files, delete.
 

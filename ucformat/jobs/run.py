@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -61,7 +62,7 @@ def run(function: Callable[[T], R], tasks: Iterable[T], workers: int | None = No
                 except StopIteration:
                     more = False
                     break
-                running[pool.submit(function, task)] = task
+                running[pool.submit(copy_context().run, function, task)] = task
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 yield running.pop(done), done.result()
 

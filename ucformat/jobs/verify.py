@@ -44,6 +44,7 @@ from ucformat.jobs.tasks import Job
 from ucformat.jobs.where import Where, run_job
 from ucformat.references import open_reference
 from ucformat.schema import ITEMSIZE
+from ucformat.storage.cache.scope import uncached
 from ucformat.storage.strided import crc32
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ _BLOCK = 4 << 20  # bytes of a record that are read at once
 _MAX_NAMED = 5  # tensors in a damaged record, named in the message
 
 
+@uncached()
 def verify(
     place: str | PathLike[str] | Store | Checkpoint,
     workers: int | None = None,
@@ -72,7 +74,7 @@ def verify(
     on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Read every byte of a checkpoint and compare it with its checksums and digests.
+    """Read every byte of a checkpoint from its storage, past any cache, and compare it with its checksums and digests.
 
     It also checks that the manifest and the sidecar are consistent, that the extents cover their tensors, and that
     replicas are equal. For a foreign checkpoint it checks that every extent is inside its file, and the CRC-32 of every

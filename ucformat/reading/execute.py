@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, repeat
@@ -194,7 +195,7 @@ def execute(
         work()
         return
     with ThreadPoolExecutor(count, thread_name_prefix="ucformat-read") as pool:
-        jobs = [pool.submit(work) for _ in range(count)]
+        jobs = [pool.submit(copy_context().run, work) for _ in range(count)]
         for job in jobs:
             job.result()
 

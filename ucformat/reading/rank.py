@@ -16,6 +16,7 @@ from ucformat.reading.execute import check_out, memory_of
 from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.reading.read import read_planned
 from ucformat.reading.readable import TRACKERS, HasFileRuns
+from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.watched import check_unchanged
 
 if TYPE_CHECKING:
@@ -137,12 +138,15 @@ class ReadPlan:
         arrays: list[NDArray[np.generic]] = []
 
         def memories() -> list[Memory]:
-            arrays.extend(_array(b, given.get(b.key)) for b in self.buffers)
+            arrays[:] = [_array(b, given.get(b.key)) for b in self.buffers]
             return [memory_of(a) for a in arrays]
 
-        labels = [" ".join(b.key) for b in self.buffers]
-        read_planned(self.plan, self.store, memories, labels, threads, progress)
-        check_unchanged(self.store, LOAD_INVALID, TRACKERS)
+        def read() -> None:
+            labels = [" ".join(b.key) for b in self.buffers]
+            read_planned(self.plan, self.store, memories, labels, threads, progress)
+            check_unchanged(self.store, LOAD_INVALID, TRACKERS)
+
+        read_consistently(read)
         out: dict[tuple[str, str], NDArray[np.generic]] = {}
         for b, a in zip(self.buffers, arrays, strict=True):
             out[b.key] = a

@@ -13,6 +13,7 @@ from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import execute
 from ucformat.reading.plan import ReadItem, make_plan
+from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.watched import first_info
 
@@ -46,7 +47,8 @@ def read_planned(
     Args:
         plan: what to read.
         store: the store of the files.
-        memories: returns the memory of each buffer of the plan; called once the files are known to be large enough.
+        memories: returns the memory of each buffer of the plan; called once the files are known to be large enough,
+            and again if they change while they are read from a cache.
         labels: name of each buffer in error messages.
         threads: number of reading threads (None: as many as suit the store).
         progress: called with the number of bytes of each finished request.
@@ -56,8 +58,12 @@ def read_planned(
         MissingData: a file is missing.
         ChecksumError: a chunk does not match its checksum.
     """
-    _check_sizes(plan, store)
-    execute(plan, store, memories(), labels, threads, progress)
+
+    def read() -> None:
+        _check_sizes(plan, store)
+        execute(plan, store, memories(), labels, threads, progress)
+
+    read_consistently(read)
 
 
 def read_items(

@@ -6,6 +6,7 @@ metadata. A URL that contains a password or a signature is rejected, because URL
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ __all__ = [
     "parse",
     "reject_secrets",
     "s3_settings",
+    "service",
 ]
 
 #: Cloud of each URL scheme.
@@ -53,6 +55,7 @@ BLOCKING_PROXY = "http://127.0.0.1:0"
 _AMAZON = ("amazonaws.com", "amazonaws.com.cn", "api.aws")
 _METADATA = ("169.254.0.0/16", "fd00:ec2::/32")  # of EC2 instances; not reached through proxies
 _AWS_URLS = ("AWS_ENDPOINT_URL_STS", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT")
+_SERVICE = re.compile(r"(AWS|AZURE|GOOGLE|HF|STORAGE)_\w*(ENDPOINT|REGION|ACCOUNT|BASE_URL|EMULATOR)")
 _SAS = ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN")
 _CONNECT, _READ, _TOTAL = "10s", "30s", "300s"  # time-outs: to connect; between parts of a body; of a request
 
@@ -179,6 +182,16 @@ def connect(place: Place, options: Options) -> Client:
         endpoints += [_service("sts", region), *filter(None, map(os.environ.get, _AWS_URLS))]
     common["client_options"] |= _restrict_hosts(endpoints, *hosts)
     return store.S3Store(place.bucket, prefix=prefix, **common)
+
+
+def service(*parts: object) -> str:
+    """A digest of what determines, besides a URL, which service and account a client accesses; shows no secret.
+
+    Args:
+        parts: settings of the client, in addition to those in the environment.
+    """
+    named = sorted(f"{name}={value}" for name, value in os.environ.items() if value and _SERVICE.match(name.upper()))
+    return hashlib.blake2b(repr([*parts, *named]).encode(), digest_size=16).hexdigest()
 
 
 def _service(name: str, region: str | None) -> str:

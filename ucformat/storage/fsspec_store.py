@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urljoin, urlsplit
 
-from ucformat.errors import IntegrityError, NotFound, UcformatError, UnsupportedError
+from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError, UnsupportedError
 from ucformat.redacted import learn, named_secrets, redacted, secrets_in
 from ucformat.storage.base import HIDDEN, Checksums, Costs, Info, Store, check_key, check_range
+from ucformat.storage.clouds import service
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.strided import fill
 
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FsspecStore"]
 
+_TRIES = 5  # before reading a file that is rewritten again and again is given up
 _NAME = "\ue000"  # replaces the file's own name, which contains no secret, while secrets are removed
 
 #: Headers that contain no secret.
@@ -78,6 +83,30 @@ class FsspecStore(Store):
         """Copy bytes, fetched in one request, into buffers."""
         data = memoryview(self._fetch(key, offset, sum(b.nbytes for b in buffers)))
         fill(buffers, data, crcs)
+
+    @cached_property
+    def identity(self) -> str:
+        """See VersionedStore."""
+        options = getattr(self._fs, "storage_options", {})
+        text = json.dumps(options, sort_keys=True, default=lambda value: type(value).__qualname__)
+        return f"{self._url} {service(type(self._fs).__qualname__, text)}"
+
+    @contextmanager
+    def read_with_info(
+        self, key: str, offset: int, nbytes: int, known: Info | None = None
+    ) -> Iterator[tuple[Info, memoryview]]:
+        """See VersionedStore: fsspec returns bytes without a version, so it is compared with the one afterwards."""
+        before = known or self.info(key)
+        for _ in range(_TRIES):
+            if offset >= before.size:
+                check_range(f"{self._url}/{key}", offset, 1, before.size)
+            data = self._fetch(key, offset, min(nbytes, before.size - offset))
+            after = self.info(key)
+            if after.is_same(before):
+                yield after, memoryview(data)
+                return
+            before = after
+        raise Conflict(f"{self._url}/{key} is rewritten again and again", hint="retry when nothing writes there")
 
     def create(self, key: str, unit: int = 1) -> NoReturn:  # noqa: ARG002 - see Store
         """UnsupportedError."""
@@ -225,4 +254,5 @@ def _info(key: str, found: dict[str, Any]) -> Info:
     version = "-".join(str(f.timestamp() if isinstance(f, datetime) else f) for f in parts)
     times = (f.timestamp() if isinstance(f, datetime) else f for k in _MODIFIED if (f := found.get(k)) is not None)
     modified = next((float(t) for t in times if isinstance(t, int | float)), None)
-    return Info(key, int(found["size"]), version, modified)
+    etag = found.get("ETag") or found.get("etag")
+    return Info(key, int(found["size"]), version, modified, str(etag) if etag else None)

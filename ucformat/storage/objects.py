@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError, UnsupportedError
 from ucformat.storage import strided
 from ucformat.storage.base import HIDDEN, Checksums, Costs, Info, Store, check_key, check_range, content_version
-from ucformat.storage.clouds import Options, connect, parse
+from ucformat.storage.clouds import Options, connect, parse, service
 from ucformat.storage.concurrency import RequestBudget
 from ucformat.storage.error_mapping import map_object_error, retry
 from ucformat.storage.upload import ObjectWriter, put_on_condition
@@ -143,6 +144,32 @@ class ObjectStore(Store):
                 found = self._request("read", key, fetch)
                 views = [_of_size(data, n) for data, (_, n) in zip(found, ranges, strict=True)]
             yield views
+
+    @cached_property
+    def identity(self) -> str:
+        """See VersionedStore."""
+        return f"{self.url} {service(self._options.endpoint, self._options.region)}"
+
+    @contextmanager
+    def read_with_info(
+        self,
+        key: str,
+        offset: int,
+        nbytes: int,
+        known: Info | None = None,  # noqa: ARG002 - answers contain it
+    ) -> Iterator[tuple[Info, memoryview]]:
+        """See VersionedStore; the bytes count as in flight until the block ends."""
+        import obstore
+
+        check_key(key)
+
+        def fetch(client: Client) -> tuple[Info, Any]:
+            found = obstore.get(client, key, options={"range": (offset, offset + nbytes)})
+            return _info(found.meta), found.bytes()
+
+        with BUDGET.take(1, nbytes):
+            info, data = self._request("read", key, fetch)
+            yield info, _of_size(data, min(nbytes, info.size - offset))
 
     @contextmanager
     def _checking(self, key: str, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:

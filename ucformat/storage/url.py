@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from ucformat.errors import UcformatError, UnsupportedError, UsageError
 from ucformat.redacted import redacted
-from ucformat.settings import load_settings
+from ucformat.settings import load_settings, local_path
 from ucformat.storage.clouds import SCHEMES, Options, reject_secrets
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ucformat.storage.base import Store
+    from ucformat.storage.cache.base import VersionedStore
+    from ucformat.storage.cache.folder import CacheFolder
+    from ucformat.storage.fsspec_store import FsspecStore
 
-__all__ = ["as_strings", "open_store", "split_url"]
+__all__ = ["as_strings", "open_cache", "open_store", "split_url"]
 
 _PACKAGES = {  # scheme -> the package on PyPI that fsspec needs for it
     "hdfs": "pyarrow",
@@ -42,18 +45,41 @@ def open_store(place: str | os.PathLike[str]) -> Store:
     Raises:
         UsageError: the scheme is unknown, or the URL contains a password or a signature.
         UnsupportedError: the package for the scheme is not installed.
+        UnsafeError: the folder of the cache belongs to another user, or others may read or write there.
     """
     scheme, rest = split_url(place)
     if scheme in ("", "file"):
         return LocalStore(rest)
     if scheme == "memory":
         return MemoryStore(rest)
+    settings = load_settings()
+    store: VersionedStore
     if scheme in SCHEMES:
-        settings = load_settings()
         BUDGET.set(settings.requests, settings.in_flight)
-        return ObjectStore(str(place), Options(settings.endpoint, settings.region, settings.deadline))
-    reject_secrets(str(place))
-    return _open_fsspec(str(place), scheme)
+        store = ObjectStore(str(place), Options(settings.endpoint, settings.region, settings.deadline))
+    else:
+        reject_secrets(str(place))
+        store = _open_fsspec(str(place), scheme)
+    if (folder := open_cache()) is None:
+        return store
+    from ucformat.storage.cache.store import CachingStore  # here, because most users have no cache
+
+    return CachingStore(store, folder)
+
+
+def open_cache() -> CacheFolder | None:
+    """Open the cache of files that are read over a network; None if none is configured.
+
+    Raises:
+        UnsafeError: its folder belongs to another user, or others may read or write there.
+        PermissionDenied: its folder cannot be created or opened.
+    """
+    settings = load_settings()
+    if settings.cache.lower() in ("", "none"):
+        return None
+    from ucformat.storage.cache.folder import CacheFolder
+
+    return CacheFolder(str(local_path(settings.cache)), settings.cache_bytes)
 
 
 def as_strings(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
@@ -89,7 +115,7 @@ def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
     return scheme, rest
 
 
-def _open_fsspec(url: str, scheme: str) -> Store:
+def _open_fsspec(url: str, scheme: str) -> FsspecStore:
     from ucformat.storage.fsspec_store import FsspecStore
 
     failure: UcformatError  # raised below: here the library's error, which may contain secrets, would be its context

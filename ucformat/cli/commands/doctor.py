@@ -47,7 +47,8 @@ def _describe(found: Diagnosis) -> Iterator[str]:
     width = terminal_width()
     yield Heading(found.url)
     access = found.access
-    for label, text in (("endpoint", access.endpoint), ("region", access.region), ("keys from", access.credentials)):
+    labels = {"endpoint": "endpoint", "region": "region", "credentials": "keys from", "cache": "cache"}
+    for label, text in ((label, getattr(access, name)) for name, label in labels.items()):
         if text is not None:
             yield from field(label, text, width)
     if found.latency_ms is not None:
@@ -89,6 +90,7 @@ def _data(found: Diagnosis) -> dict[str, Any]:
         "endpoint": found.access.endpoint,
         "region": found.access.region,
         "credentials": found.access.credentials,
+        "cache": found.access.cache,
         "latency_ms": rounded(found.latency_ms),
         "mb_per_s": rounded(found.mb_per_s),
         "write_mb_per_s": rounded(found.write_mb_per_s),

@@ -20,6 +20,7 @@ from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
+from ucformat.storage.cache.scope import consistent
 from ucformat.storage.watched import check_unchanged
 from ucformat.torch.dcp.entries import Entries, StoredWeight, fit_values
 from ucformat.torch.loading.match import Problems, match, raise_for, stored_names
@@ -177,8 +178,9 @@ class Reader(StorageReader):
         _raise_for(
             tensor_problems | value_problems, entries.ck.url, partial=getattr(planner, "allow_partial_load", False)
         )
-        self.nbytes, self.bytes_unverified = read(entries.ck, matched, self._verify, self._threads)
-        check_unchanged(entries.ck.store, LOAD_INVALID, TRACKERS)
+        with consistent():
+            self.nbytes, self.bytes_unverified = read(entries.ck, matched, self._verify, self._threads)
+            check_unchanged(entries.ck.store, LOAD_INVALID, TRACKERS)
         for item, tensor in wanted:
             planner.commit_tensor(item, tensor)
         for item in plan.items:

@@ -21,6 +21,7 @@ from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.sources.dcp.names import dotted
+from ucformat.storage.cache.scope import consistent
 from ucformat.storage.watched import check_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
 from ucformat.torch.comm.wire import message
@@ -233,8 +234,9 @@ def load_local(
         share = (
             ranks.on_host() if broadcast_group is None else group_of(broadcast_group, ranks.timeout, f"share {ck.url}")
         )
-        amount = read_shared(ck, matched, share, broadcast_group, verify, threads, progress)
-        check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
+        with consistent():
+            amount = read_shared(ck, matched, share, broadcast_group, verify, threads, progress)
+            check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
         then()
     except AnotherRankFailed:
         pass

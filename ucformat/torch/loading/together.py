@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.references import open_reference, open_watched
+from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.shared import Answer, Question, RememberingStore
 from ucformat.torch.comm.wire import message
 
@@ -81,6 +82,10 @@ def _same(a: str | None, b: str | None) -> str | None:
 
 
 def _open(place: str, answers: dict[Question, Answer]) -> tuple[Checkpoint, str]:
+    return read_consistently(lambda: _read_documents(place, answers), optimistic=False)
+
+
+def _read_documents(place: str, answers: dict[Question, Answer]) -> tuple[Checkpoint, str]:
     stores: list[RememberingStore] = []
 
     def watch(store: Store) -> RememberingStore:

@@ -1,0 +1,1 @@
+"""A cache on the disk of the host for files that are read over a network."""

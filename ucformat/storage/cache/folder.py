@@ -1,0 +1,374 @@
+"""The folder of the host cache: its entries, and a bound on its bytes on the disk.
+
+An error of the disk is logged once; then an entry is missing, or is not written, or nobody is waited for.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucformat.errors import PermissionDenied, UnsafeError, UnsupportedError
+from ucformat.storage.cache.state import STATE_BYTES, State, patiently
+from ucformat.storage.local_files import Descriptor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+    from ucformat.storage.base import Bytes
+    from ucformat.storage.cache.entry import Entry
+
+__all__ = ["CacheFolder", "Usage"]
+
+_ALLOCATED = 4 << 10  # file systems allocate multiples of this
+_NAME_BYTES = 128  # that the folder may need for the name of a file
+_NAME = re.compile(r"[0-9a-f]{40}(\.[0-9a-f]{16}\.tmp)?")
+_LOW = 0.95  # of the bound: what entries that are evicted leave
+_SMALL = 16 << 20  # bytes of the largest content that is read without knowing its size
+
+_DAMAGED = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ESPIPE)  # of what is not a regular file
+
+_log = logging.getLogger("ucformat")
+
+
+class Usage(NamedTuple):
+    """What a cache holds: the number of its entries, and the bytes of all its files on the disk."""
+
+    entries: int
+    nbytes: int
+
+
+class CacheFolder:
+    """A folder that belongs to this user alone; it is created if it is missing.
+
+    Args:
+        path: the folder.
+        limit: maximum bytes of its files on the disk.
+
+    Raises:
+        UnsafeError: it belongs to another user, or others may read or write there.
+        PermissionDenied: it cannot be created or opened.
+        UnsupportedError: the operating system is not Linux.
+    """
+
+    def __init__(self, path: str, limit: int) -> None:
+        self.path, self.limit = path, limit
+        if not hasattr(fcntl, "F_OFD_SETLK"):
+            raise UnsupportedError("a cache needs the file locks of Linux", hint="unset UCP_CACHE")
+        self._folder = _open_folder(path)
+        self._state = State(self._folder)
+        self._forgiving = _Forgiving(path)
+
+    def __reduce__(self) -> tuple[type[CacheFolder], tuple[str, int]]:
+        return CacheFolder, (self.path, self.limit)
+
+    def _open(self, name: str, flags: int) -> Descriptor:
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return Descriptor(os.open(name, flags, 0o600, dir_fd=self._folder.fd))
+
+    def _remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._folder.fd)
+
+    # --- entries
+
+    def read_into(self, entry: Entry, size: int, begin: int, buffers: Sequence[memoryview]) -> bool:
+        """Read a range of an entry; False if there is none, or it is damaged: then it is removed.
+
+        Args:
+            entry: the entry.
+            size: bytes of its content.
+            begin: first byte.
+            buffers: writable and contiguous, filled one after another; their content is undefined if the result is
+                False.
+        """
+        with self._forgiving:
+            try:
+                file = self._open(entry.name, os.O_RDONLY)
+                if entry.read_into(file.fd, size, begin, buffers):
+                    _use(file)
+                    return True
+            except FileNotFoundError:
+                return False
+            except OSError as error:
+                if error.errno not in _DAMAGED:
+                    raise
+            self._remove(entry.name)
+        return False
+
+    def read(self, entry: Entry) -> bytes | None:
+        """The content of a small entry; None if there is none, or it is damaged.
+
+        Args:
+            entry: the entry.
+        """
+        try:
+            found = os.stat(entry.name, dir_fd=self._folder.fd, follow_symlinks=False)
+        except OSError:
+            return None
+        data = bytearray(max(0, min(entry.content_size(found.st_size), _SMALL)))
+        return bytes(data) if self.read_into(entry, len(data), 0, [memoryview(data)]) else None
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether there is a file of an entry, perhaps a damaged one.
+
+        Args:
+            entry: the entry.
+        """
+        try:
+            os.stat(entry.name, dir_fd=self._folder.fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def write(self, entry: Entry, data: Bytes) -> None:
+        """Write an entry, in place of an earlier one; those that were not read for longest make room for it.
+
+        Args:
+            entry: the entry.
+            data: its content.
+        """
+        temporary = f"{entry.name}.{os.urandom(8).hex()}.tmp"
+        with self._forgiving:
+            file = self._create(temporary, entry.file_size(memoryview(data).nbytes))
+            if file is None:
+                return
+            try:
+                entry.write(file.fd, data)
+                _use(file)
+                self._rename(temporary, entry.name)
+            finally:
+                self._remove(temporary)  # unless it was renamed
+                file.close()
+
+    def _rename(self, temporary: str, name: str) -> None:
+        """Rename a file while nobody counts, who might miss it or count it twice."""
+        with self._state.accounts() as accounts:
+            if accounts is not None:
+                before = self._size(name)
+                os.rename(temporary, name, src_dir_fd=self._folder.fd, dst_dir_fd=self._folder.fd)
+                accounts.total -= before
+
+    def _size(self, name: str) -> int:
+        """Bytes on the disk of a file; 0 if there is none."""
+        try:
+            return _on_disk(os.stat(name, dir_fd=self._folder.fd, follow_symlinks=False))
+        except FileNotFoundError:
+            return 0
+
+    # --- the bound
+
+    def _create(self, name: str, size: int) -> Descriptor | None:
+        """Create a file of its final size, once there is room; None if there never is, or the accounts stay locked.
+
+        It is locked until it is closed, which shows that its writer lives.
+        """
+        need = _rounded(size)
+        with self._state.accounts() as accounts:
+            if accounts is None:
+                return None
+            if not accounts.total or accounts.total + need > self.limit:
+                accounts.total = self._evict(min(self.limit - need, int(_LOW * self.limit)))
+            if accounts.total + need > self.limit:
+                return None
+            file = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                accounts.total += need  # before it has the size: after a kill the number is too high
+                os.ftruncate(file.fd, size)
+            except BaseException:
+                self._remove(name)
+                raise
+            return file
+
+    def _evict(self, most: int) -> int:
+        """Remove what killed writers left; if more than `most` bytes remain, also the entries not read for longest.
+
+        Returns:
+            the bytes on the disk that remain.
+        """
+        total, entries = _rounded(STATE_BYTES), []
+        for name, status in self._scan():
+            if name.endswith(".tmp"):
+                if self._is_left(name):
+                    self._remove(name)
+                    continue
+            else:
+                entries.append((status.st_mtime_ns, name, _on_disk(status)))
+            total += _on_disk(status)
+        if total > most:
+            for _, name, size in sorted(entries):
+                self._remove(name)
+                total -= size
+                if total <= most:
+                    break
+        return total
+
+    def _scan(self) -> Iterator[tuple[str, os.stat_result]]:
+        with os.scandir(self._folder.fd) as found:
+            for entry in found:
+                if _NAME.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        yield entry.name, entry.stat(follow_symlinks=False)
+
+    def _is_left(self, name: str) -> bool:
+        """Whether the writer of a file is dead."""
+        try:
+            file = self._open(name, os.O_RDONLY)
+            fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def usage(self) -> Usage:
+        """What it holds.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        sizes = [_on_disk(status) for _, status in self._scan()]
+        return Usage(len(sizes), sum(sizes) + _rounded(STATE_BYTES))
+
+    def clear(self) -> None:
+        """Remove all entries; processes that use the cache are not disturbed.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        with self._state.accounts() as accounts:
+            total = self._evict(0)
+            if accounts is not None:
+                accounts.total = total
+
+    # --- between processes
+
+    def try_lock(self, entry: Entry) -> Descriptor | None:
+        """Lock the making of an entry until the descriptor is closed; None if another thread or process has the lock.
+
+        Args:
+            entry: the entry.
+        """
+        with self._forgiving:
+            return self._state.lock(entry)
+        return Descriptor(-1)  # without a lock
+
+    def lock(self, entry: Entry, patience: float) -> Descriptor | None:
+        """Lock the making of an entry, as `try_lock` does, as soon as it is free; None if that takes too long.
+
+        Args:
+            entry: the entry.
+            patience: seconds to wait.
+        """
+        return patiently(lambda: self.try_lock(entry), patience)
+
+    def join(self, entry: Entry) -> Descriptor | None:
+        """Be among those who use an answer until the descriptor is closed; None if that fails.
+
+        Args:
+            entry: the entry of the answer.
+        """
+        with self._forgiving:
+            return self._state.join(entry)
+        return None
+
+    def has_others(self, entry: Entry, joined: Descriptor | None = None) -> bool:
+        """Whether other threads or processes use an answer.
+
+        Args:
+            entry: the entry of the answer.
+            joined: what `join` returned (None: the caller has not joined).
+        """
+        with self._forgiving:
+            return self._state.has_others(entry, joined)
+        return False
+
+    def wanted(self, entry: Entry) -> tuple[int, int]:
+        """When an entry, or one of those with the same stamp, was last wanted, and by which process.
+
+        Args:
+            entry: the entry.
+
+        Returns:
+            the time in nanoseconds, and the process id.
+        """
+        with self._forgiving:
+            return self._state.wanted(entry)
+        return 0, 0
+
+    def want(self, entry: Entry, now: int) -> None:
+        """Record that this process wants an entry.
+
+        Args:
+            entry: the entry.
+            now: the time in nanoseconds.
+        """
+        with self._forgiving:
+            self._state.want(entry, now)
+
+
+class _Forgiving:
+    """Logs the first error of the disk in its `with` blocks, and suppresses all."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._failed = path, False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, OSError):
+            return False
+        if not self._failed:
+            self._failed = True
+            _log.warning("the cache %s is not used where its disk fails: %s", self._path, error.strerror or error)
+        return True
+
+
+def _open_folder(path: str) -> Descriptor:
+    hint = "set `cache` (UCP_CACHE) to a folder of your own, or to none"
+    try:
+        with suppress(FileExistsError):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).mkdir(mode=0o700)
+        link = Path(path).lstat()
+        folder = Descriptor(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    except OSError as error:
+        raise PermissionDenied(f"the cache {path} cannot be opened: {error.strerror}", hint=hint) from error
+    found, user = os.fstat(folder.fd), os.geteuid()
+    if found.st_uid != user:
+        raise UnsafeError(f"the cache {path} belongs to another user, with number {found.st_uid}", hint=hint)
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (user, 0):
+        raise UnsafeError(f"the cache {path} is a symbolic link of another user, with number {link.st_uid}", hint=hint)
+    if found.st_mode & 0o077:
+        raise UnsafeError(
+            f"the cache {path} has the mode {stat.S_IMODE(found.st_mode):04o}, so others may read or write there",
+            hint=f"if it holds nothing of others: chmod 700 {path}; else {hint}",
+        )
+    return folder
+
+
+def _use(file: Descriptor) -> None:
+    """Set the time by which entries are evicted; the kernel's own is too coarse to tell them apart."""
+    now = time.time_ns()
+    os.utime(file.fd, ns=(now, now))
+
+
+def _rounded(size: int) -> int:
+    return size + -size % _ALLOCATED + _NAME_BYTES
+
+
+def _on_disk(status: os.stat_result) -> int:
+    return _rounded(status.st_size)
