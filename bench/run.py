@@ -26,6 +26,7 @@ BENCHMARKS = {
     "scale": "100,000 extents in 1,000 files",
     "grids": "Chunk grids",
     "s3": "From S3",
+    "cache": "The host cache",
     "train": "In the training loop",
     "ranks": "Plans of many ranks",
     "large": "A state of 8 GB",
