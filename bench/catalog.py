@@ -1,9 +1,9 @@
 """A full catalog on SQLite and on PostgreSQL, and MLflow on SQLite beside it.
 
-`python -m bench.catalog [--checkpoints N] [--tensors N] [--runs N] [--virtual N] [--rounds N] [--without-mlflow]`. By
-default 10,000 checkpoints of 1,000 tensors, each with its digest, in a folder that is removed afterwards. Everything is
-warm: each question is asked once before it is timed, then the engines take turns. PostgreSQL, on the same machine,
-syncs every commit.
+`python -m bench.catalog [--checkpoints N] [--tensors N] [--runs N] [--virtual N] [--rounds N] [--without-mlflow]
+[--keep FOLDER]`. By default 10,000 checkpoints of 1,000 tensors, each with its digest, in a folder that is removed
+afterwards; with `--keep`, the databases stay in a folder, and are not filled again. Everything is warm: each question
+is asked once before it is timed, then the engines take turns. PostgreSQL, on the same machine, syncs every commit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import subprocess
 import tempfile
 import time
+import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,16 +101,17 @@ class Bench:
         self.found["deleted"] = len(self.timed("gc", catalog.purgeable).purge)
 
         one, frozen = self._digests(1 + number)
-        assert len(self.timed("holding", lambda: catalog.holding(one))) == 1
+        if one is not None:
+            assert len(self.timed("holding", lambda: catalog.holding(one))) == 1
         self.found["frozen"] = len(self.timed("frozen", lambda: catalog.holding(frozen)))
 
         last = f"run{plan.runs - 1:02}@latest"
         tree = self.timed("lineage", lambda: catalog.lineage(last, depth=1000))
         self.found["depth"] = len(tree.nodes) - 1
 
-        begin = replace(next(made(plan)), run=100 + number)
+        begin, structure = replace(next(made(plan)), run=100 + number), f"new{uuid.uuid4().hex}"
         for what, step in (("new", 0), ("next", 1)):
-            document = manifest(replace(begin, step=step), LARGE * plan.tensors, f"new{number}")
+            document = manifest(replace(begin, step=step), LARGE * plan.tensors, structure)
             entry = self.timed(what, lambda m=document: catalog.record(m, f"/large/{m.id}"))  # type: ignore[misc]
             assert entry.tensors == LARGE * plan.tensors
             self.found[what] = entry.tensors
@@ -120,8 +122,11 @@ class Bench:
         command = [ours(), "-m", "ucformat.cli", "ls", FILTER, "--sort", SORT, "-n", str(BEST), "--catalog", self.url]
         self.times.setdefault("ls", []).append(run(command).seconds * 1e3)
 
-    def _digests(self, position: int) -> tuple[str, str]:
-        """Of one checkpoint: the digest at a position, which no other one has, and of the first tensor, which stays."""
+    def _digests(self, position: int) -> tuple[str | None, str]:
+        """Of one checkpoint: the digest at a position, which no other one has, and of the first tensor, which stays.
+
+        The first is None if there are not so many tensors.
+        """
         with self.catalog.database.reading() as c:
             last = sa.select(Checkpoint.digest_block, Checkpoint.serial).where(
                 Checkpoint.serial == self.plan.checkpoints
@@ -129,7 +134,7 @@ class Bench:
             block, serial = c.execute(last).one()
             chosen = sa.select(Digest.position, Digest.digest).where(Digest.block == block, Digest.checkpoint == serial)
             digests = dict(c.execute(chosen.where(Digest.position.in_((0, position)))).all())
-        return digests[position], digests[0]
+        return digests.get(position), digests[0]
 
 
 class Mlflow:
@@ -181,12 +186,19 @@ def main() -> None:
     parser.add_argument("--virtual", type=int, default=Plan.virtual)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--without-mlflow", action="store_true")
+    parser.add_argument("--keep", type=Path)
     given = parser.parse_args()
     plan = Plan(given.checkpoints, given.tensors, given.runs, given.virtual)
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ucp-bench-")))
-        server = stack.enter_context(running_postgres())
-        postgres = server.fresh()
+        if given.keep is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ucp-bench-")))
+            server = stack.enter_context(running_postgres())
+            postgres = server.fresh()
+        else:
+            folder = given.keep.absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            server = stack.enter_context(running_postgres(folder / "postgres"))
+            postgres = server.lasting("bench")
         benches = {
             name: stack.enter_context(filled(url, plan))
             for name, url in (("SQLite", f"sqlite:///{folder}/catalog.db"), ("PostgreSQL", postgres))
@@ -202,7 +214,8 @@ def filled(url: str, plan: Plan) -> Iterator[Bench]:
     """A full catalog."""
     with Catalog(url) as catalog:
         begun = time.perf_counter()
-        fill(catalog, plan)
+        if not catalog.count(deleted=True):
+            fill(catalog, plan)
         yield Bench(catalog, url, plan, time.perf_counter() - begun)
 
 
@@ -253,6 +266,7 @@ def report(plan: Plan, benches: Mapping[str, Bench], mlflow: Mlflow | None, roun
             *(f"{median(b.times[what]):.1f} ({max(b.times[what]):.1f})" for b in benches.values()),
         ]
         for what in LABELS
+        if what in first.times
     ]
     print(table(["", "target", *benches], rows))
     if mlflow is None:

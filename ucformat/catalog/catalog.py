@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
@@ -12,10 +13,10 @@ from ucformat.catalog.entries import load_entries
 from ucformat.catalog.labels import ANY
 from ucformat.catalog.models import Checkpoint
 from ucformat.catalog.reader import CatalogReader
-from ucformat.catalog.refs import parent_name, parse_ref, places_of, resolve, resolve_committed, same_url
-from ucformat.catalog.rows import TOUCHED, lock, touch
+from ucformat.catalog.recording import Found
+from ucformat.catalog.refs import parse_ref, places_of, resolve, resolve_committed, same_url
+from ucformat.catalog.rows import MAX_IN_LIST, TOUCHED, touch
 from ucformat.catalog.stamp import GRACE, Stamp, make_stamp
-from ucformat.errors import Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -77,17 +78,30 @@ class Catalog(CatalogReader):
         Raises:
             Conflict: another checkpoint has its id.
         """
-        stamp, url = make_stamp(), same_url(url)
+        found = Found(manifest, same_url(url), kind, run, files, replace_config, listing)
+        stamp = make_stamp()
 
         def work(c: Connection) -> Entry:
-            about: dict[str, Any] = {"kind": kind, "files": files, "listing": listing, "replace_config": replace_config}
-            name = run or manifest.run or parent_name(url)
-            serial = recording.record(c, manifest, url, run=name, stamp=stamp, **about)
-            if run is not None and recording.set_run(c, serial, run, stamp.now):
-                touch(c, [serial])
-            return load_entries(c, [serial], stamp.now)[0]
+            return load_entries(c, recording.record(c, [found], stamp), stamp.now)[0]
 
         return self._write(work)
+
+    def record_all(self, found: Iterable[Found]) -> None:
+        """Record checkpoints, all of them or none: much faster than one at a time.
+
+        Args:
+            found: the checkpoints and their places, as for `record`.
+
+        Raises:
+            Conflict: another checkpoint has the id of one.
+        """
+        stamp, normal = make_stamp(), [replace(f, url=same_url(f.url)) for f in found]
+
+        def work(c: Connection) -> None:
+            for at in range(0, len(normal), MAX_IN_LIST):
+                recording.record(c, normal[at : at + MAX_IN_LIST], stamp)
+
+        self._write(work)
 
     def import_document(self, checkpoint: str, doc: CatalogDoc, url: str, *, trust: bool = False) -> Entry:
         """Import the document beside a checkpoint, which another catalog or this one wrote; log warnings for refusals.
@@ -196,40 +210,18 @@ class Catalog(CatalogReader):
             Conflict: the plan has changed; nothing was deleted.
         """
         from ucformat.catalog import deletion
-        from ucformat.catalog.retention import plan_retention
-        from ucformat.catalog.retention_rows import retention_rows
 
         stamp = make_stamp()
-        needed: dict[str, frozenset[str]] = {}
-
-        def plan(c: Connection) -> RetentionPlan:
-            about: dict[str, Any] = {"filters": policy.filters(), "metrics": policy.metrics(), "needed": needed}
-            about["scope"] = policy.scope
-            return plan_retention(policy, retention_rows(c, stamp.now, **about), stamp.now)
-
         with self._database.reading() as c:
-            first = plan(c)
+            first = deletion.plan(c, policy, stamp.now)
             places = places_of(c, [r.serial for r in first.delete])
         needed = find_dependents(places)
-        if apply is None:
-            if not needed:
-                return first
-            with self._database.reading() as c:
-                return plan(c)
-
-        def work(c: Connection) -> RetentionPlan:
-            lock(c, [r.serial for r in plan(c).delete])
-            found = plan(c)
-            if found.id != apply:
-                raise Conflict(
-                    "the plan has changed since it was shown: nothing was deleted",
-                    hint="review the new plan and apply that",
-                )
-            serials = [r.serial for r in found.delete]
-            deletion.delete(c, serials, found.grace, stamp, why={"plan": found.id}, needed=needed)
-            return found
-
-        return self._write(work)
+        if apply is not None:
+            return self._write(lambda c: deletion.apply_plan(c, policy, apply, stamp, needed=needed))
+        if not needed:
+            return first
+        with self._database.reading() as c:
+            return deletion.plan(c, policy, stamp.now, needed=needed)
 
     def delete(self, *refs: str, grace: timedelta = GRACE) -> None:
         """Delete checkpoints, all of them or none. They can be restored until `gc` removes them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -15,7 +15,7 @@ from ucformat.catalog.rows import insert_if_absent, insert_rows
 from ucformat.errors import Conflict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from sqlalchemy import Connection
 
@@ -27,12 +27,12 @@ __all__ = [
     "add_digests",
     "check_same",
     "contradiction",
-    "digest_block",
+    "digest_blocks",
     "find_digest",
     "load_tensors",
     "manifest_content",
     "remove_digests",
-    "tensor_set",
+    "tensor_sets",
 ]
 
 _COLUMNS = ("tensor_set_id", "position", "name", "state", "dtype", "shape", "chunk", "shard", "nbytes")
@@ -42,22 +42,27 @@ _LOGICAL = attrgetter("state", "dtype", "shape")
 _FORM = {"attempt", "grid", "producer", "objects", "assets", "sidecar", "verified", "writers", "digest"}
 
 
-def tensor_set(connection: Connection, tensors: TensorTable) -> int:
-    """Get or create the tensor set of a structure.
+def tensor_sets(connection: Connection, tables: Sequence[TensorTable]) -> list[int]:
+    """Get or create the tensor sets of structures.
 
     Args:
         connection: a transaction that writes.
-        tensors: the tensors of a manifest.
+        tables: the tensors of manifests.
 
     Returns:
-        The id of the tensor set.
+        The ids of the tensor sets.
     """
-    structure = _structure_hash(tensors)
-    found = connection.scalar(sa.select(TensorSet.id).where(TensorSet.hash == structure))
-    if found is not None:
-        return found
+    structures = [_structure_hash(tensors) for tensors in tables]
+    ids: dict[str, int] = {}
+    for structure, tensors in sorted(dict(zip(structures, tables, strict=True)).items(), key=itemgetter(0)):
+        found = connection.scalar(sa.select(TensorSet.id).where(TensorSet.hash == structure))
+        ids[structure] = _insert_set(connection, structure, tensors) if found is None else found
+    return [ids[structure] for structure in structures]
+
+
+def _insert_set(connection: Connection, structure: str, tensors: TensorTable) -> int:
     made = insert_if_absent(connection, TensorSet, {"hash": structure}, {}, TensorSet.id)
-    if made is None:
+    if made is None:  # inserted concurrently
         return connection.execute(sa.select(TensorSet.id).where(TensorSet.hash == structure)).scalar_one()
     rows = [
         (
@@ -121,34 +126,41 @@ def _joined(numbers: Sequence[int] | None) -> str | None:
     return None if numbers is None else ",".join(map(str, numbers))
 
 
-def digest_block(connection: Connection, tensors: int) -> int:
-    """The block for the digests of a new checkpoint: the last one if it has room, else a new one.
+def digest_blocks(connection: Connection, tables: Iterable[TensorTable]) -> list[int]:
+    """The blocks for the digests of new checkpoints: the last one while it has room, then new ones.
 
     Args:
         connection: a transaction.
-        tensors: the number of its tensors.
+        tables: their tensors.
     """
     last: int | None = connection.scalar(sa.select(sa.func.max(Checkpoint.digest_block)))
-    if last is None:
-        return 0
-    filled: int = connection.execute(
-        sa.select(sa.func.sum(Checkpoint.tensors)).where(Checkpoint.digest_block == last)
-    ).scalar_one()
-    return last if filled + tensors <= BLOCK else last + 1
+    filled = 0
+    if last is not None:
+        inside = sa.select(sa.func.sum(Checkpoint.tensors)).where(Checkpoint.digest_block == last)
+        filled = connection.execute(inside).scalar_one()
+    block, blocks = last or 0, []
+    for tensors in tables:
+        if filled and filled + len(tensors) > BLOCK:
+            block, filled = block + 1, 0
+        filled += len(tensors)
+        blocks.append(block)
+    return blocks
 
 
-def add_digests(connection: Connection, serial: int, tensors: TensorTable) -> None:
-    """Insert the digests of a checkpoint, sorted, since the index takes them faster in order.
+def add_digests(connection: Connection, tables: Mapping[int, TensorTable]) -> None:
+    """Insert the digests of checkpoints, sorted, since the index takes them faster in order.
 
     Args:
         connection: a transaction that writes.
-        serial: the checkpoint, which has a row already.
-        tensors: the tensors of its manifest; those without a digest are skipped.
+        tables: the tensors of their manifests, by the serials of the checkpoints, which have rows already; those
+            without a digest are skipped.
     """
-    digests = [digest or "" for digest in tensors.digest]
-    order = sorted(range(len(digests)), key=digests.__getitem__)
-    block = connection.scalar(sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial))
-    rows = [(block, digests[i], serial, i) for i in order if digests[i]]
+    found = [(d, serial, i) for serial, tensors in tables.items() for i, d in enumerate(tensors.digest) if d]
+    if not found:
+        return
+    chosen = sa.select(Checkpoint.serial, Checkpoint.digest_block).where(Checkpoint.serial.in_(tables))
+    blocks: dict[int, int] = dict(connection.execute(chosen).all())
+    rows = sorted((blocks[serial], digest, serial, i) for digest, serial, i in found)
     insert_rows(connection, "digest", ("block", "digest", "checkpoint", "position"), rows)
 
 

@@ -18,11 +18,11 @@ import sqlalchemy as sa
 from ucformat.catalog.content import remove_digests
 from ucformat.catalog.models import Checkpoint, Edge, Location
 from ucformat.catalog.purge import end_of_grace
-from ucformat.catalog.retention import RetentionRow, needed_by, protections
+from ucformat.catalog.retention import RetentionPlan, RetentionRow, needed_by, plan_retention, protections
 from ucformat.catalog.retention_rows import LIVE, near, retention_rows
 from ucformat.catalog.rows import MAX_IN_LIST, event, events, lock, touch, update_checkpoints
 from ucformat.catalog.stamp import clocks
-from ucformat.errors import PermissionDenied
+from ucformat.errors import Conflict, PermissionDenied
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -31,12 +31,15 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from ucformat.catalog.stamp import Stamp
+    from ucformat.schema.policy import Policy
 
 __all__ = [
+    "apply_plan",
     "begin_purge",
     "delete",
     "end_purge",
     "ignore_dependent",
+    "plan",
     "protections_at",
     "restore",
     "stop_purge",
@@ -129,8 +132,56 @@ def delete(
         connection, serials, state="deleted", deleted=stamp.now, purge_after=end, deleted_clocks=clocks(connection)
     )
     _reset_locations(connection, serials)
-    events(connection, "delete", stamp, serials, purge_after=end.isoformat(), **why)
+    events(connection, "delete", stamp, {s: {"purge_after": end.isoformat(), **why} for s in serials})
     touch(connection, serials)
+
+
+def plan(
+    connection: Connection,
+    policy: Policy,
+    now: datetime,
+    *,
+    needed: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> RetentionPlan:
+    """Plan what a policy keeps and deletes.
+
+    Args:
+        connection: a transaction.
+        policy: the policy.
+        now: the current time.
+        needed: by id, the ids of checkpoints that need its files according to the documents beside it.
+    """
+    about: dict[str, Any] = {"filters": policy.filters(), "metrics": policy.metrics(), "scope": policy.scope}
+    return plan_retention(policy, retention_rows(connection, now, needed=needed, **about), now)
+
+
+def apply_plan(
+    connection: Connection, policy: Policy, plan_id: str, stamp: Stamp, *, needed: Mapping[str, Collection[str]]
+) -> RetentionPlan:
+    """Delete what a plan of a policy deletes, if planning again gives the same plan.
+
+    Args:
+        connection: a transaction that writes.
+        policy: the policy.
+        plan_id: the id of the plan.
+        stamp: the user and time of the operation.
+        needed: as for `plan`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        Conflict: the plan has changed.
+    """
+    lock(connection, [r.serial for r in plan(connection, policy, stamp.now, needed=needed).delete])
+    found = plan(connection, policy, stamp.now, needed=needed)
+    if found.id != plan_id:
+        raise Conflict(
+            "the plan has changed since it was shown: nothing was deleted", hint="review the new plan and apply that"
+        )
+    serials = [r.serial for r in found.delete]
+    delete(connection, serials, found.grace, stamp, why={"plan": found.id}, needed=needed)
+    return found
 
 
 def _obstacles(row: RetentionRow, now: datetime) -> list[str]:
@@ -158,7 +209,7 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
             )
     update_checkpoints(connection, serials, state="committed", deleted=None, purge_after=None)
     _reset_locations(connection, serials)
-    events(connection, "restore", stamp, serials)
+    events(connection, "restore", stamp, {s: {} for s in serials})
     touch(connection, serials)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.columns import stored_metric
+from ucformat.catalog.edges import insert_edge
 from ucformat.catalog.labels import alias_target, record_untag, set_tag
 from ucformat.catalog.models import (
     Alias,
@@ -32,7 +33,7 @@ from ucformat.catalog.models import (
     Tag,
     Untag,
 )
-from ucformat.catalog.recording import insert_edge, set_run
+from ucformat.catalog.recording import set_run
 from ucformat.catalog.retention import protections
 from ucformat.catalog.retention_rows import retention_rows
 from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock, lock_names, touch

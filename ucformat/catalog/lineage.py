@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import sqlalchemy as sa
 
+from ucformat.catalog.edges import insert_edge
 from ucformat.catalog.models import Checkpoint, Edge, Location, Run
-from ucformat.catalog.recording import insert_edge
 from ucformat.catalog.refs import parse_ref, resolve
 from ucformat.catalog.rows import MAX_IN_LIST, event
 from ucformat.errors import NotFound, UsageError

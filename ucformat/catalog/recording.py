@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +13,15 @@ from ucformat.catalog.columns import canonical_hash, storable_json, storable_tex
 from ucformat.catalog.content import (
     add_digests,
     check_same,
-    digest_block,
+    digest_blocks,
     manifest_content,
     remove_digests,
-    tensor_set,
+    tensor_sets,
 )
+from ucformat.catalog.edges import insert_edges, parent_names
 from ucformat.catalog.models import Checkpoint, Config, Edge, Form, Location, Metric, Run, Verification
-from ucformat.catalog.refs import same_url
-from ucformat.catalog.rows import event, get_or_insert, insert_if_absent, lock, lock_names, touch
+from ucformat.catalog.refs import parent_name
+from ucformat.catalog.rows import event, events, get_or_insert, insert_if_absent, lock, lock_names, touch, unindexed
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,94 +34,163 @@ if TYPE_CHECKING:
     from ucformat.catalog.stamp import Stamp
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["add_verification", "forget", "insert_edge", "record", "record_location", "set_run"]
+__all__ = ["Found", "add_verification", "forget", "record", "record_location", "set_run"]
 
 
-def record(
-    connection: Connection,
-    manifest: Manifest,
-    url: str,
-    *,
-    kind: str,
-    run: str | None,
-    files: tuple[int, int] | None,
-    stamp: Stamp,
-    listing: str | None = None,
-    replace_config: bool = False,
-) -> int:
-    """Record a checkpoint at a place. If its id is known, only the place is added, with two exceptions.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint to record at a place.
+
+    Args:
+        manifest: its manifest; of a foreign checkpoint, one that describes it, with an id.
+        url: the place.
+        kind: `ucformat`, or the engine that wrote it.
+        run: its run (default: if it is new, the manifest's, else the name of the parent folder).
+        files: of a foreign checkpoint, the number of its files and their bytes.
+        replace_config: of a foreign checkpoint, replace a recorded configuration (default: False).
+        listing: a hash of the file listing, by which `register` recognises unchanged checkpoints.
+    """
+
+    manifest: Manifest
+    url: str
+    kind: str = "ucformat"
+    run: str | None = None
+    files: tuple[int, int] | None = None
+    replace_config: bool = False
+    listing: str | None = None
+
+
+def record(connection: Connection, found: Sequence[Found], stamp: Stamp) -> list[int]:
+    """Record checkpoints at places. If the id of one is known, only the place is added, with two exceptions.
 
     A checkpoint that `materialize` converted gets the digests of its arrays. A foreign one gets the configuration and
-    the metrics that it lacks.
+    the metrics that it lacks. New checkpoints are inserted together: a few statements, whatever their number.
 
     Args:
         connection: a transaction that writes.
-        manifest: its manifest; of a foreign checkpoint, one that describes it, with an id.
-        url: the place, normalized by `same_url`.
-        kind: `ucformat`, or the engine that wrote it.
-        run: the name of its run, if it is new (None: it has none).
-        files: of a foreign checkpoint, the number of its files and their bytes.
+        found: the checkpoints, whose urls are normalized by `same_url`.
         stamp: the user and time of the operation.
-        listing: a hash of its file listing (None: it cannot be recognised as unchanged).
-        replace_config: of a foreign checkpoint, replace a recorded configuration by the manifest's.
 
     Returns:
-        The serial of the checkpoint.
+        Their serials.
 
     Raises:
-        Conflict: another checkpoint has its id.
-        UsageError: the manifest has no id, or the database cannot store it.
+        Conflict: another checkpoint has the id of one.
+        UsageError: a manifest has no id, or the database cannot store it.
     """
-    nbytes = manifest.tensors.nbytes
-    _check(manifest, url, nbytes)
-    lock_names(connection, manifest.id, url, *(p.id or _place(p.url) for p in manifest.lineage))
-    content = manifest_content(manifest) if kind == "ucformat" else None
-    serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
-    if serial is not None and content is not None:
-        check_same(connection, serial, url, content, manifest)
-    elif serial is None:
-        inserted = sa.insert(Checkpoint).values(
-            {
-                "id": manifest.id,
-                "kind": kind,
-                "state": "committed",
-                "run_id": None
-                if run is None
-                else get_or_insert(connection, Run, {"name": run}, {"created": stamp.now}),
-                "step": manifest.step,
-                "commits": manifest.commits,
-                "created": _created(manifest),
-                "recorded": stamp.now,
-                "tensors": len(manifest.tensors),
-                "nbytes": nbytes,
-                "files": None if files is None else files[0],
-                "files_nbytes": None if files is None else files[1],
-                "format_version": manifest.version if kind == "ucformat" else None,
-                "content": content,
-                "attempt": manifest.attempt or None,
-                "engine": manifest.producer.get("engine.name"),
-                "producer": storable_json(manifest.producer),
-                "topology": storable_json(manifest.layout),
-                "config_id": _config(connection, manifest.config) if manifest.config else None,
-                "tensor_set_id": tensor_set(connection, manifest.tensors),
-                "digest_block": digest_block(connection, len(manifest.tensors)),
-                "document_revision": 0,
-                "document_written": 0,
-            }
-        )
-        serial = connection.execute(inserted.returning(Checkpoint.serial)).scalar_one()
-        _add_details(connection, serial, manifest, url)
-        event(connection, "record", stamp, serial, url=url, kind=kind)
-    again = record_location(connection, serial, url, stamp, listing=listing)
-    if kind == "ucformat" and manifest.digest is not None:
+    for one in found:
+        _check(one.manifest, one.url)
+    lock_names(connection, *(name for f in found for name in (f.manifest.id, f.url, *parent_names(f.manifest))))
+    urls = Counter(f.url for f in found)
+    known = sa.select(Checkpoint.id, Checkpoint.serial).where(Checkpoint.id.in_({f.manifest.id for f in found}))
+    serials: dict[str, int] = dict(connection.execute(known).all())
+    taken = set(connection.scalars(sa.select(Location.url).where(Location.url.in_(urls))))
+    new: dict[str, Found] = {}
+    for one in found:
+        if one.manifest.id not in serials:
+            new.setdefault(one.manifest.id, one)
+    serials |= _insert(connection, new, stamp)
+    free = [f for f in new.values() if f.url not in taken and urls[f.url] == 1]
+    if free:
+        here = [{"checkpoint": serials[f.manifest.id], "url": f.url, "listing": f.listing} for f in free]
+        connection.execute(sa.insert(Location).values(seen=stamp.now), here)
+    for one in found:
+        serial = serials[one.manifest.id]
+        if new.get(one.manifest.id) is not one:
+            _record_known(connection, serial, one, stamp)
+        elif one.url in taken or urls[one.url] > 1:
+            record_location(connection, serial, one.url, stamp, listing=one.listing)
+    _adopt_children(connection, serials, {f.url: serials[f.manifest.id] for f in found})
+    return [serials[f.manifest.id] for f in found]
+
+
+def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> dict[str, int]:
+    """Insert the rows of new checkpoints, without their places; returns their serials, by id."""
+    if not new:
+        return {}
+    names = {i: f.run or f.manifest.run or parent_name(f.url) for i, f in new.items()}
+    runs = {n: _run(connection, n, stamp.now) for n in sorted({n for n in names.values() if n is not None})}
+    configs = _configs(connection, [f.manifest.config for f in new.values()])
+    tables = [f.manifest.tensors for f in new.values()]
+    structures, blocks = tensor_sets(connection, tables), digest_blocks(connection, tables)
+    rows = [
+        {
+            "id": i,
+            "kind": f.kind,
+            "state": "committed",
+            "run_id": None if names[i] is None else runs[names[i]],
+            "step": f.manifest.step,
+            "commits": f.manifest.commits,
+            "created": _created(f.manifest),
+            "recorded": stamp.now,
+            "tensors": len(f.manifest.tensors),
+            "nbytes": f.manifest.tensors.nbytes,
+            "files": None if f.files is None else f.files[0],
+            "files_nbytes": None if f.files is None else f.files[1],
+            "format_version": f.manifest.version if f.kind == "ucformat" else None,
+            "content": manifest_content(f.manifest) if f.kind == "ucformat" else None,
+            "attempt": f.manifest.attempt or None,
+            "engine": f.manifest.producer.get("engine.name"),
+            "producer": storable_json(f.manifest.producer),
+            "topology": storable_json(f.manifest.layout),
+            "config_id": config,
+            "tensor_set_id": structure,
+            "digest_block": block,
+            "document_revision": 0,
+            "document_written": 0,
+        }
+        for (i, f), config, structure, block in zip(new.items(), configs, structures, blocks, strict=True)
+    ]
+    insert = sa.insert(Checkpoint).returning(Checkpoint.id, Checkpoint.serial, sort_by_parameter_order=True)
+    serials: dict[str, int] = dict(connection.execute(insert, rows).all())
+    add_digests(connection, {serials[i]: f.manifest.tensors for i, f in new.items()})
+    forms = [(serials[i], f.manifest.digest) for i, f in new.items() if f.kind == "ucformat" and f.manifest.digest]
+    if forms:
+        connection.execute(sa.insert(Form), [{"checkpoint": s, "manifest": digest} for s, digest in forms])
+    metrics = [
+        {"checkpoint": serials[i], "name": name, "value": stored_metric(value), "measured": _created(f.manifest)}
+        for i, f in new.items()
+        for name, value in {storable_text(n): v for n, v in f.manifest.metrics.items()}.items()
+    ]
+    if metrics:
+        connection.execute(sa.insert(Metric), metrics)
+    for i, f in new.items():
+        insert_edges(connection, serials[i], f.manifest, f.url)
+    events(connection, "record", stamp, {serials[i]: {"url": f.url, "kind": f.kind} for i, f in new.items()})
+    return serials
+
+
+def _run(connection: Connection, name: str, now: datetime) -> int:
+    return get_or_insert(connection, Run, {"name": name}, {"created": now})
+
+
+def _configs(connection: Connection, configs: Sequence[Mapping[str, Any]]) -> list[int | None]:
+    """Get or create the rows of configurations; an empty one has none."""
+    documents = [storable_json(c) if c else None for c in configs]
+    hashes = [None if d is None else canonical_hash(d) for d in documents]
+    by_hash = dict(zip(hashes, documents, strict=True))
+    ids: dict[str | None, int | None] = {None: None}
+    for key in sorted(h for h in by_hash if h is not None):
+        ids[key] = get_or_insert(connection, Config, {"hash": key}, {"document": by_hash[key]})
+    return [ids[h] for h in hashes]
+
+
+def _record_known(connection: Connection, serial: int, found: Found, stamp: Stamp) -> None:
+    """Record a place of a checkpoint whose id is known, and what its record lacks."""
+    manifest = found.manifest
+    content = manifest_content(manifest) if found.kind == "ucformat" else None
+    if content is not None:
+        check_same(connection, serial, found.url, content, manifest)
+    again = record_location(connection, serial, found.url, stamp, listing=found.listing)
+    if found.kind == "ucformat" and manifest.digest is not None:
         insert_if_absent(connection, Form, {"checkpoint": serial, "manifest": manifest.digest}, {}, Form.manifest)
     if again or _materialised(connection, serial, manifest):
         remove_digests(connection, serial)
-        add_digests(connection, serial, manifest.tensors)
-    if kind != "ucformat":
-        _update_foreign(connection, serial, manifest, replace_config=replace_config)
-    _adopt_children(connection, serial, manifest.id, url)
-    return serial
+        add_digests(connection, {serial: manifest.tensors})
+    if found.kind != "ucformat":
+        _update_foreign(connection, serial, manifest, replace_config=found.replace_config)
+    if found.run is not None and set_run(connection, serial, found.run, stamp.now):
+        touch(connection, [serial])
 
 
 def _update_foreign(connection: Connection, serial: int, manifest: Manifest, *, replace_config: bool) -> None:
@@ -126,7 +198,8 @@ def _update_foreign(connection: Connection, serial: int, manifest: Manifest, *, 
     if manifest.config:
         replaced = sa.true() if replace_config else Checkpoint.config_id.is_(None)
         update = sa.update(Checkpoint).where(Checkpoint.serial == serial, replaced)
-        connection.execute(update.values(config_id=_config(connection, manifest.config)))
+        [config] = _configs(connection, [manifest.config])
+        connection.execute(update.values(config_id=config))
     for name, value in manifest.metrics.items():
         keys = {"checkpoint": serial, "name": storable_text(name)}
         values = {"value": stored_metric(value), "measured": _created(manifest)}
@@ -143,7 +216,7 @@ def _materialised(connection: Connection, serial: int, manifest: Manifest) -> bo
     changed = connection.execute(
         sa.update(Checkpoint)
         .where(Checkpoint.serial == serial, Checkpoint.attempt != manifest.attempt)
-        .values(attempt=manifest.attempt, tensor_set_id=tensor_set(connection, manifest.tensors))
+        .values(attempt=manifest.attempt, tensor_set_id=tensor_sets(connection, [manifest.tensors])[0])
     )
     if not changed.rowcount:
         return False
@@ -151,7 +224,7 @@ def _materialised(connection: Connection, serial: int, manifest: Manifest) -> bo
     return True
 
 
-def _check(manifest: Manifest, url: str, nbytes: int) -> None:
+def _check(manifest: Manifest, url: str) -> None:
     """UsageError if the database cannot store the place, id, step or size exactly; other text is converted."""
     if not manifest.id:
         raise UsageError(f"the checkpoint at {url} has no id to record it by", hint="give the manifest one")
@@ -160,7 +233,7 @@ def _check(manifest: Manifest, url: str, nbytes: int) -> None:
             raise UsageError(
                 f"the checkpoint at {storable_text(url)} cannot be recorded: its {name} is not text: {text!r}"
             )
-    if max(abs(manifest.step or 0), nbytes) >= 2**63:
+    if max(abs(manifest.step or 0), manifest.tensors.nbytes) >= 2**63:
         raise UsageError(f"the checkpoint at {url} cannot be recorded: its step or size does not fit into 64 bits")
 
 
@@ -181,7 +254,7 @@ def set_run(connection: Connection, serial: int, run: str, now: datetime) -> boo
     Returns:
         Whether it changed.
     """
-    run_id = get_or_insert(connection, Run, {"name": run}, {"created": now})
+    run_id = _run(connection, run, now)
     changed = connection.execute(
         sa.update(Checkpoint)
         .where(Checkpoint.serial == serial, Checkpoint.run_id.is_distinct_from(run_id))
@@ -266,78 +339,17 @@ def forget(connection: Connection, gone: Iterable[LocationEntry], stamp: Stamp) 
     return forgotten
 
 
-def _add_details(connection: Connection, serial: int, manifest: Manifest, url: str) -> None:
-    add_digests(connection, serial, manifest.tensors)
-    if manifest.metrics:
-        measured = _created(manifest)
-        metrics = {storable_text(n): stored_metric(v) for n, v in manifest.metrics.items()}
-        connection.execute(
-            sa.insert(Metric),
-            [{"checkpoint": serial, "name": n, "value": v, "measured": measured} for n, v in metrics.items()],
-        )
-    roots = () if manifest.sidecar is None else manifest.sidecar.roots
-    outside = [r for r in map(_place, roots) if not _below(r, url)]
-    parents = [(p, _place(p.url)) for p in manifest.lineage]
-    for parent, place in parents:
-        depends = any(_below(r, place) or _below(place, r) for r in outside)
-        insert_edge(connection, serial, parent.kind, place, parent.id, depends=depends)
-    for root in outside:
-        if not any(_below(root, place) or _below(place, root) for _, place in parents):
-            insert_edge(connection, serial, "convert", root, None, depends=True)
-
-
-def insert_edge(
-    connection: Connection, serial: int, kind: str, parent_url: str, parent_id: str | None, *, depends: bool
-) -> bool:
-    """Record an edge of the lineage, linked to the parent if that is recorded.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the child.
-        kind: how the child was made.
-        parent_url: the parent's place.
-        parent_id: the parent's id (None: the parent is whatever checkpoint is at the place).
-        depends: whether the child needs the parent's files.
-
-    Returns:
-        Whether the edge is new.
-    """
-    parent_url = _place(parent_url)
-    lock_names(connection, parent_id or parent_url)
-    parent = None
-    if parent_id is not None:
-        parent = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == parent_id))
-    else:
-        parent = connection.scalar(sa.select(Location.checkpoint).where(Location.url == parent_url))
-    values = {"parent": parent, "parent_id": parent_id, "depends": depends}
-    keys = {"child": serial, "kind": kind, "parent_url": parent_url}
-    return insert_if_absent(connection, Edge, keys, values, Edge.id) is not None
-
-
-def _adopt_children(connection: Connection, serial: int, checkpoint_id: str, url: str) -> None:
-    """Link the edges of children that were recorded before their parent."""
-    by_id = Edge.parent_id == checkpoint_id
-    by_url = sa.and_(Edge.parent_id.is_(None), Edge.parent_url == url)
+def _adopt_children(connection: Connection, ids: Mapping[str, int], urls: Mapping[str, int]) -> None:
+    """Link the edges of children that were recorded before their parents."""
+    by_id = Edge.parent_id.in_(ids)
+    by_url = sa.and_(Edge.parent_id.is_(None), Edge.parent_url.in_(urls))
     for which in (by_id, by_url):
-        connection.execute(
-            sa.update(Edge).where(which, Edge.parent.is_(None), Edge.child != serial).values(parent=serial)
-        )
-
-
-def _place(url: str) -> str:
-    """A url in a document, normalized by `same_url`; a relative path is left as it is."""
-    return same_url(url) if url.lower().startswith(("/", "file://")) else url.rstrip("/") or url
-
-
-def _below(url: str, root: str) -> bool:
-    """Whether a url is `root` or below it."""
-    root = root.rstrip("/")
-    return url.rstrip("/") == root or url.startswith(f"{root}/")
-
-
-def _config(connection: Connection, config: Mapping[str, Any]) -> int:
-    document = storable_json(config)
-    return get_or_insert(connection, Config, {"hash": canonical_hash(document)}, {"document": document})
+        orphans = sa.select(Edge.id, Edge.child, Edge.parent_id, Edge.parent_url)
+        for edge in connection.execute(orphans.where(which, unindexed(Edge.parent).is_(None))).all():
+            parent = urls[edge.parent_url] if edge.parent_id is None else ids[edge.parent_id]
+            if parent != edge.child:
+                values: dict[str, Any] = {"parent": parent}
+                connection.execute(sa.update(Edge).where(Edge.id == edge.id).values(values))
 
 
 def add_verification(

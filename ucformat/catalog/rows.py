@@ -97,22 +97,22 @@ def event(connection: Connection, action: str, stamp: Stamp, checkpoint: int | N
         checkpoint: the serial (None: no checkpoint).
         detail: JSON values.
     """
-    events(connection, action, stamp, [checkpoint], **detail)
+    events(connection, action, stamp, {checkpoint: detail})
 
 
-def events(connection: Connection, action: str, stamp: Stamp, checkpoints: Sequence[int | None], **detail: Any) -> None:
+def events(connection: Connection, action: str, stamp: Stamp, details: Mapping[int | None, Mapping[str, Any]]) -> None:
     """Append an event for each checkpoint to the audit log.
 
     Args:
         connection: a transaction that writes.
         action: what was done.
         stamp: the user and time of the operation.
-        checkpoints: the serials.
-        detail: JSON values, the same in all events.
+        details: JSON values, by the serials of the checkpoints.
     """
-    values = {"at": stamp.now, "who": stamp.who, "action": action, "detail": storable_json(detail)}
-    if checkpoints:
-        connection.execute(sa.insert(Event), [{**values, "checkpoint": c} for c in checkpoints])
+    about = {"at": stamp.now, "who": stamp.who, "action": action}
+    if details:
+        rows = [{**about, "checkpoint": c, "detail": storable_json(detail)} for c, detail in details.items()]
+        connection.execute(sa.insert(Event), rows)
 
 
 def touch(connection: Connection, serials: Iterable[int]) -> None:

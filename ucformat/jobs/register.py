@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.entries import load_by_id
+from ucformat.catalog.recording import Found
 from ucformat.catalog.refs import same_url
 from ucformat.catalog.stamp import now
 from ucformat.checkpoint import open_checkpoint
@@ -41,6 +42,7 @@ __all__ = ["Failure", "Registered", "Reindexed", "register", "reindex"]
 
 _THREADS = 8
 _AHEAD = 64  # the most checkpoints that are opened before the first of them is recorded
+_TOGETHER, _MOMENT = 64, 1.0  # the most checkpoints that are recorded in one transaction; seconds that one waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,22 @@ class Failure:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Registered:
-    """The checkpoints that are now in the catalog (new or known before), and the failures."""
+    """The ids of the checkpoints that are now in the catalog (new or known before), and the failures."""
 
-    entries: tuple[Entry, ...]
+    ids: tuple[str, ...]
     failures: tuple[Failure, ...]
+    _catalog: Catalog = field(repr=False, compare=False)
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        """The checkpoints, read from the catalog when they are first asked for."""
+        with self._catalog.database.reading() as c:
+            return tuple(load_by_id(c, self.ids, now()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reindexed(Registered):
     """Also places in the catalog whose checkpoints are `missing` in storage, and those that were `forgotten`: urls."""
 
@@ -129,13 +138,13 @@ def register(
     listed = {t.url(folder): value for t in trees for folder, value in t.listings.items()}
     how = _How(run, replace_config=bool(config), strict=not recursive, trust=trust_documents)
     done = _record_all(catalog, opened, how, progress, listings=listed)
-    for checkpoint in done.ids if metrics else ():
+    for _, checkpoint in done.present if metrics else ():
         catalog.metric(checkpoint, metrics or {})
     write_documents(catalog, None)
-    entries = _entries(catalog, [*known.values(), *done.ids])
+    present = [*known.items(), *done.present]
     if recursive:  # in one order, whichever were skipped
-        entries = tuple(sorted(entries, key=lambda e: e.urls))
-    return Registered(entries, done.failures)
+        present.sort()
+    return Registered(tuple(i for _, i in present), done.failures, catalog)
 
 
 def _unchanged(catalog: Catalog, tree: _Tree) -> dict[str, str]:
@@ -183,12 +192,13 @@ def reindex(
     folders = [] if empty else _search(store.list())
     how = _How(trust=trust_documents or not catalog.count(deleted=True))
     done = _record_all(catalog, _open_below(store, folders, options), how, progress)
-    missing, reopened = _missing(known, done.present, options)
+    missing, reopened = _missing(known, [u for u, _ in done.present] + [f.url for f in done.failures], options)
     more = _record_all(catalog, reopened, how, None)
     forgotten = catalog.forget(missing if forget else [])
     write_documents(catalog, None)
-    entries = _entries(catalog, [*done.ids, *more.ids])
-    return Reindexed(entries, (*done.failures, *more.failures), tuple(p.url for p in missing), tuple(forgotten))
+    ids = tuple(i for _, i in (*done.present, *more.present))
+    missed = tuple(p.url for p in missing)
+    return Reindexed(ids, (*done.failures, *more.failures), catalog, missed, tuple(forgotten))
 
 
 def _missing(
@@ -209,12 +219,6 @@ def _missing(
     return missing, found
 
 
-def _entries(catalog: Catalog, ids: Sequence[str]) -> tuple[Entry, ...]:
-    """The current entries of these ids."""
-    with catalog.database.reading() as c:
-        return tuple(load_by_id(c, ids, now()))
-
-
 def _with_config(
     found: _OpenedCheckpoint | UcformatError, config: Mapping[str, Any]
 ) -> _OpenedCheckpoint | UcformatError:
@@ -232,9 +236,8 @@ def _with_config(
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    ids: tuple[str, ...]
+    present: list[tuple[str, str]]  # the places where checkpoints were recorded, and their ids
     failures: tuple[Failure, ...]
-    present: frozenset[str]  # the places that were opened, or could not be
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,23 +259,72 @@ def _record_all(
     listings: Mapping[str, str] | None = None,
 ) -> _Done:
     """Record opened checkpoints; one that could not be opened or recorded is a failure, or if `strict` an error."""
-    ids, failures, present = [], [], set()
-    for done, (root, found, left) in enumerate(opened, 1):
-        try:
-            if isinstance(found, UcformatError):
-                raise found
-            listing = (listings or {}).get(root) if same_url(root) == same_url(found.url) else None
-            with naming_place(found.url):
-                ids.append(_record(catalog, found, how, listing).id)
-            present.add(found.url)
-        except UcformatError as error:
-            if how.strict:
-                raise
-            failures.append(Failure(root, error.message))
-            present.add(root)
-        if progress is not None:
-            progress(done, done + left)
-    return _Done(tuple(ids), tuple(failures), frozenset(present))
+    present, failures, done = [], [], 0
+    for part in _batches(opened):
+        checkpoints = [(root, found) for root, found, _ in part if not isinstance(found, UcformatError)]
+        refused = _record(catalog, checkpoints, how, listings or {})
+        for root, found, left in part:
+            error = found if isinstance(found, UcformatError) else refused.get(root)
+            if error is not None and how.strict:
+                raise error
+            if error is not None:
+                failures.append(Failure(root, error.message))
+            elif not isinstance(found, UcformatError):
+                present.append((found.url, found.manifest.id))
+            done += 1
+            if progress is not None:
+                progress(done, done + left)
+    return _Done(present, tuple(failures))
+
+
+def _batches(opened: Iterable[_Opened]) -> Iterator[list[_Opened]]:
+    """Those that are recorded together: as many as were opened in a moment, so that an interruption loses little."""
+    part: list[_Opened] = []
+    begun = time.monotonic()
+    for one in opened:
+        part.append(one)
+        if len(part) == _TOGETHER or time.monotonic() - begun > _MOMENT:
+            yield part
+            part, begun = [], time.monotonic()
+    if part:
+        yield part
+
+
+def _record(
+    catalog: Catalog, opened: Sequence[tuple[str, _OpenedCheckpoint]], how: _How, listings: Mapping[str, str]
+) -> dict[str, UcformatError]:
+    """Record checkpoints in one transaction, or each on its own if one of them is refused.
+
+    Returns the errors, by place. The documents beside checkpoints are imported one by one.
+    """
+    new = {root: _found(root, ck, how, listings) for root, ck in opened}
+    refused: dict[str, UcformatError] = {}
+    if not new:
+        return {}
+    try:
+        with naming_place(opened[0][1].url):
+            catalog.record_all(new.values())
+    except UcformatError as error:
+        if len(opened) == 1:
+            return dict.fromkeys(new, error)
+        for root, ck in opened:
+            refused |= _record(catalog, [(root, ck)], how, listings)
+        return refused
+    for root, ck in opened:
+        if ck.doc is not None:
+            try:
+                with naming_place(ck.url):
+                    entry = catalog.import_document(ck.manifest.id, ck.doc, ck.url, trust=how.trust)
+                    if how.run is not None and entry.run != how.run:  # the option overrides the document
+                        catalog.record_all([new[root]])
+            except UcformatError as error:
+                refused[root] = error
+    return refused
+
+
+def _found(root: str, ck: _OpenedCheckpoint, how: _How, listings: Mapping[str, str]) -> Found:
+    listing = listings.get(root) if same_url(root) == same_url(ck.url) else None
+    return Found(ck.manifest, ck.url, ck.kind, how.run, ck.files, how.replace_config, listing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,13 +428,3 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
         with suppress(ValueError, OverflowError, OSError):  # a file may have a time of the year 10,000
             created = datetime.fromtimestamp(max(times), UTC)
     return ck.manifest.model_copy(update={"id": ck.id, "created": created})
-
-
-def _record(catalog: Catalog, found: _OpenedCheckpoint, how: _How, listing: str | None) -> Entry:
-    about: dict[str, Any] = {"kind": found.kind, "run": how.run, "files": found.files, "listing": listing}
-    entry = catalog.record(found.manifest, found.url, replace_config=how.replace_config, **about)
-    if found.doc is not None:
-        entry = catalog.import_document(entry.id, found.doc, found.url, trust=how.trust)
-    if how.run is not None and entry.run != how.run:  # the option overrides the document
-        entry = catalog.record(found.manifest, found.url, kind=found.kind, run=how.run)
-    return entry

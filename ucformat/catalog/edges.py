@@ -1,0 +1,88 @@
+"""Edges of the lineage, as they are recorded from the manifest of a child, from a document or by a link."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+from ucformat.catalog.models import Checkpoint, Edge, Location
+from ucformat.catalog.refs import same_url
+from ucformat.catalog.rows import insert_if_absent, lock_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Connection
+
+    from ucformat.schema.manifest import Manifest
+
+__all__ = ["insert_edge", "insert_edges", "parent_names"]
+
+
+def parent_names(manifest: Manifest) -> Iterator[str]:
+    """The ids of the parents that a manifest names, or their places if it has no id.
+
+    Args:
+        manifest: the manifest of the child.
+    """
+    return (p.id or _place(p.url) for p in manifest.lineage)
+
+
+def insert_edges(connection: Connection, serial: int, manifest: Manifest, url: str) -> None:
+    """Record the edges of the lineage that a manifest has, and one for each place whose files it needs.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the child.
+        manifest: its manifest.
+        url: its place, normalized by `same_url`.
+    """
+    roots = () if manifest.sidecar is None else manifest.sidecar.roots
+    outside = [r for r in map(_place, roots) if not _below(r, url)]
+    parents = [(p, _place(p.url)) for p in manifest.lineage]
+    for parent, place in parents:
+        depends = any(_below(r, place) or _below(place, r) for r in outside)
+        insert_edge(connection, serial, parent.kind, place, parent.id, depends=depends)
+    for root in outside:
+        if not any(_below(root, place) or _below(place, root) for _, place in parents):
+            insert_edge(connection, serial, "convert", root, None, depends=True)
+
+
+def insert_edge(
+    connection: Connection, serial: int, kind: str, parent_url: str, parent_id: str | None, *, depends: bool
+) -> bool:
+    """Record an edge of the lineage, linked to the parent if that is recorded.
+
+    Args:
+        connection: a transaction that writes.
+        serial: the child.
+        kind: how the child was made.
+        parent_url: the parent's place.
+        parent_id: the parent's id (None: the parent is whatever checkpoint is at the place).
+        depends: whether the child needs the parent's files.
+
+    Returns:
+        Whether the edge is new.
+    """
+    parent_url = _place(parent_url)
+    lock_names(connection, parent_id or parent_url)
+    parent = None
+    if parent_id is not None:
+        parent = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == parent_id))
+    else:
+        parent = connection.scalar(sa.select(Location.checkpoint).where(Location.url == parent_url))
+    values = {"parent": parent, "parent_id": parent_id, "depends": depends}
+    keys = {"child": serial, "kind": kind, "parent_url": parent_url}
+    return insert_if_absent(connection, Edge, keys, values, Edge.id) is not None
+
+
+def _place(url: str) -> str:
+    """A url in a document, normalized by `same_url`; a relative path is left as it is."""
+    return same_url(url) if url.lower().startswith(("/", "file://")) else url.rstrip("/") or url
+
+
+def _below(url: str, root: str) -> bool:
+    """Whether a url is `root` or below it."""
+    root = root.rstrip("/")
+    return url.rstrip("/") == root or url.startswith(f"{root}/")
