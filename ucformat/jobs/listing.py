@@ -12,12 +12,15 @@ were removed or its disk is not mounted: if the folder above it holds anything e
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
 from ucformat.errors import NotFound, UcformatError
 from ucformat.format.commit import MANIFEST
+from ucformat.schema.documents import TOMBSTONE
+from ucformat.sources import SOURCES
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -26,9 +29,43 @@ if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Info, Store
 
-__all__ = ["check_listed", "check_removed", "is_empty", "listing_hashes"]
+__all__ = ["Tree", "check_listed", "check_removed", "is_empty", "listing_hashes", "search"]
 
 _FINE, _COARSE = 0.1, 2.0  # seconds in which two changes may get the same time: fine clocks, whole-second clocks
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A place, the folders below it that look like checkpoints, and the hashes of their listings."""
+
+    store: Store
+    folders: list[str]
+    listings: Mapping[str, str]
+
+    def url(self, folder: str) -> str:
+        """The url of one of the folders.
+
+        Args:
+            folder: its key.
+        """
+        return f"{self.store.url}/{folder}" if folder else self.store.url
+
+
+def search(infos: Iterable[Info]) -> list[str]:
+    """The folders that look like checkpoints, in order, an outer one before those inside of it.
+
+    Args:
+        infos: the files of a place.
+    """
+    folders: set[str] = set()
+    markers: dict[str, bool] = {}  # most names are in every step
+    for info in infos:
+        folder, _, name = info.key.rpartition("/")
+        if name not in markers:
+            markers[name] = name in (MANIFEST, TOMBSTONE) or any(s.is_marker(name) for s in SOURCES)
+        if markers[name]:
+            folders.add(folder)
+    return sorted(folders, key=lambda f: f.split("/") if f else [])
 
 
 def listing_hashes(store: Store, folders: Sequence[str], infos: Iterable[Info], begun: float) -> Mapping[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -11,19 +10,19 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.entries import load_by_id
-from ucformat.catalog.recording import Found
 from ucformat.catalog.refs import same_url
 from ucformat.catalog.stamp import now
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import NotACheckpoint, NotFound, UcformatError, UsageError
 from ucformat.format.commit import MANIFEST
+from ucformat.jobs.batches import Failure, How, Opened, OpenedCheckpoint, record_all
 from ucformat.jobs.documents import find_document, write_documents
-from ucformat.jobs.listing import check_listed, is_empty, listing_hashes
+from ucformat.jobs.listing import Tree, check_listed, is_empty, listing_hashes, search
 from ucformat.jobs.run import naming_place
-from ucformat.schema.documents import TOMBSTONE
-from ucformat.sources import SOURCES
+from ucformat.reading.garbage import gc_paused
 from ucformat.sources.configuration import with_config
 from ucformat.storage.base import exists
+from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import as_strings, open_store
 
 if TYPE_CHECKING:
@@ -34,23 +33,12 @@ if TYPE_CHECKING:
     from ucformat.catalog.entries import Entry
     from ucformat.catalog.refs import LocationEntry
     from ucformat.checkpoint import Checkpoint
-    from ucformat.schema.documents import CatalogDoc
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Info, Store
 
 __all__ = ["Failure", "Registered", "Reindexed", "register", "reindex"]
 
-_THREADS = 8
 _AHEAD = 64  # the most checkpoints that are opened before the first of them is recorded
-_TOGETHER, _MOMENT = 64, 1.0  # the most checkpoints that are recorded in one transaction; seconds that one waits for it
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A place that looked like a checkpoint and could not be registered."""
-
-    url: str
-    message: str
 
 
 @dataclass(frozen=True)
@@ -74,20 +62,6 @@ class Reindexed(Registered):
 
     missing: tuple[str, ...]
     forgotten: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenedCheckpoint:
-    url: str
-    kind: str
-    manifest: Manifest
-    files: tuple[int, int] | None
-    doc: CatalogDoc | None
-    keys: tuple[str, ...] | None  # of the files of a foreign one; a universal one's are all below its folder
-
-
-#: A place, its checkpoint or the reason why it cannot be opened, and how many places are left.
-_Opened = tuple[str, _OpenedCheckpoint | UcformatError, int]
 
 
 def register(
@@ -131,13 +105,14 @@ def register(
     known: dict[str, str] = {}
     for tree in () if rescan or run or config or metrics or options or trust_documents else trees:
         known |= _unchanged(catalog, tree)
-    below = (f for t in trees for f in _open_below(t.store, [f for f in t.folders if t.url(f) not in known], options))
+    unknown = [(t.store, [f for f in t.folders if t.url(f) not in known]) for t in trees]
+    below = (f for store, folders in unknown for f in _open_below(store, folders, options))
     opened = below if recursive else _open_all(places, options)
     if config:
         opened = ((root, _with_config(found, config), left) for root, found, left in opened)
     listed = {t.url(folder): value for t in trees for folder, value in t.listings.items()}
-    how = _How(run, replace_config=bool(config), strict=not recursive, trust=trust_documents)
-    done = _record_all(catalog, opened, how, progress, listings=listed)
+    how = How(run, replace_config=bool(config), strict=not recursive, trust=trust_documents)
+    done = record_all(catalog, opened, how, progress, listings=listed)
     for _, checkpoint in done.present if metrics else ():
         catalog.metric(checkpoint, metrics or {})
     write_documents(catalog, None)
@@ -147,7 +122,7 @@ def register(
     return Registered(tuple(i for _, i in present), done.failures, catalog)
 
 
-def _unchanged(catalog: Catalog, tree: _Tree) -> dict[str, str]:
+def _unchanged(catalog: Catalog, tree: Tree) -> dict[str, str]:
     """The places of a tree whose files are unchanged since their checkpoints were read, with the ids of these."""
     known = catalog.listings(tree.store.url)
     found = {}
@@ -189,11 +164,11 @@ def reindex(
     empty = is_empty(store)
     if empty and not forget:
         check_listed(store, catalog)
-    folders = [] if empty else _search(store.list())
-    how = _How(trust=trust_documents or not catalog.count(deleted=True))
-    done = _record_all(catalog, _open_below(store, folders, options), how, progress)
+    folders = [] if empty else search(store.list())
+    how = How(trust=trust_documents or not catalog.count(deleted=True))
+    done = record_all(catalog, _open_below(store, folders, options), how, progress)
     missing, reopened = _missing(known, [u for u, _ in done.present] + [f.url for f in done.failures], options)
-    more = _record_all(catalog, reopened, how, None)
+    more = record_all(catalog, reopened, how, None)
     forgotten = catalog.forget(missing if forget else [])
     write_documents(catalog, None)
     ids = tuple(i for _, i in (*done.present, *more.present))
@@ -203,7 +178,7 @@ def reindex(
 
 def _missing(
     known: Sequence[LocationEntry], present: Collection[str], options: Mapping[str, Any] | None
-) -> tuple[list[LocationEntry], list[_Opened]]:
+) -> tuple[list[LocationEntry], list[Opened]]:
     """The known places without a checkpoint, and the results of opening the others that the search did not find.
 
     A search does not follow linked folders, or look inside of other checkpoints.
@@ -220,8 +195,8 @@ def _missing(
 
 
 def _with_config(
-    found: _OpenedCheckpoint | UcformatError, config: Mapping[str, Any]
-) -> _OpenedCheckpoint | UcformatError:
+    found: OpenedCheckpoint | UcformatError, config: Mapping[str, Any]
+) -> OpenedCheckpoint | UcformatError:
     """An opened checkpoint with the given configuration."""
     if isinstance(found, UcformatError):
         return found
@@ -234,134 +209,19 @@ def _with_config(
     return replace(found, manifest=manifest)
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    present: list[tuple[str, str]]  # the places where checkpoints were recorded, and their ids
-    failures: tuple[Failure, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _How:
-    """How to record: the run, whether a configuration was given, and whether failures are errors (`strict`)."""
-
-    run: str | None = None
-    replace_config: bool = False
-    strict: bool = False
-    trust: bool = False
-
-
-def _record_all(
-    catalog: Catalog,
-    opened: Iterable[_Opened],
-    how: _How,
-    progress: Callable[[int, int], None] | None,
-    *,
-    listings: Mapping[str, str] | None = None,
-) -> _Done:
-    """Record opened checkpoints; one that could not be opened or recorded is a failure, or if `strict` an error."""
-    present, failures, done = [], [], 0
-    for part in _batches(opened):
-        checkpoints = [(root, found) for root, found, _ in part if not isinstance(found, UcformatError)]
-        refused = _record(catalog, checkpoints, how, listings or {})
-        for root, found, left in part:
-            error = found if isinstance(found, UcformatError) else refused.get(root)
-            if error is not None and how.strict:
-                raise error
-            if error is not None:
-                failures.append(Failure(root, error.message))
-            elif not isinstance(found, UcformatError):
-                present.append((found.url, found.manifest.id))
-            done += 1
-            if progress is not None:
-                progress(done, done + left)
-    return _Done(present, tuple(failures))
-
-
-def _batches(opened: Iterable[_Opened]) -> Iterator[list[_Opened]]:
-    """Those that are recorded together: as many as were opened in a moment, so that an interruption loses little."""
-    part: list[_Opened] = []
-    begun = time.monotonic()
-    for one in opened:
-        part.append(one)
-        if len(part) == _TOGETHER or time.monotonic() - begun > _MOMENT:
-            yield part
-            part, begun = [], time.monotonic()
-    if part:
-        yield part
-
-
-def _record(
-    catalog: Catalog, opened: Sequence[tuple[str, _OpenedCheckpoint]], how: _How, listings: Mapping[str, str]
-) -> dict[str, UcformatError]:
-    """Record checkpoints in one transaction, or each on its own if one of them is refused.
-
-    Returns the errors, by place. The documents beside checkpoints are imported one by one.
-    """
-    new = {root: _found(root, ck, how, listings) for root, ck in opened}
-    refused: dict[str, UcformatError] = {}
-    if not new:
-        return {}
-    try:
-        with naming_place(opened[0][1].url):
-            catalog.record_all(new.values())
-    except UcformatError as error:
-        if len(opened) == 1:
-            return dict.fromkeys(new, error)
-        for root, ck in opened:
-            refused |= _record(catalog, [(root, ck)], how, listings)
-        return refused
-    for root, ck in opened:
-        if ck.doc is not None:
-            try:
-                with naming_place(ck.url):
-                    entry = catalog.import_document(ck.manifest.id, ck.doc, ck.url, trust=how.trust)
-                    if how.run is not None and entry.run != how.run:  # the option overrides the document
-                        catalog.record_all([new[root]])
-            except UcformatError as error:
-                refused[root] = error
-    return refused
-
-
-def _found(root: str, ck: _OpenedCheckpoint, how: _How, listings: Mapping[str, str]) -> Found:
-    listing = listings.get(root) if same_url(root) == same_url(ck.url) else None
-    return Found(ck.manifest, ck.url, ck.kind, how.run, ck.files, how.replace_config, listing)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tree:
-    """A place, the folders below it that look like checkpoints, and the hashes of their listings (see `listing`)."""
-
-    store: Store
-    folders: list[str]
-    listings: Mapping[str, str]
-
-    def url(self, folder: str) -> str:
-        return f"{self.store.url}/{folder}" if folder else self.store.url
-
-
-def _search_tree(place: str) -> _Tree:
+def _search_tree(place: str) -> Tree:
     """Search a place for folders that look like checkpoints; NotFound if there are none."""
     store, begun = open_store(place), time.time()
     infos = list(store.list())
-    folders = _search(infos)
+    folders = search(infos)
     if not folders:
         raise NotFound(
             f"there is no checkpoint below {store.url}", hint="check the path; if it is right, is its disk mounted?"
         )
-    return _Tree(store, folders, listing_hashes(store, folders, infos, begun))
+    return Tree(store, folders, listing_hashes(store, folders, infos, begun))
 
 
-def _search(infos: Iterable[Info]) -> list[str]:
-    """The folders that look like checkpoints, in order, an outer one before those inside of it."""
-    folders = set()
-    for info in infos:
-        folder, _, name = info.key.rpartition("/")
-        if name in (MANIFEST, TOMBSTONE) or any(s.is_marker(name) for s in SOURCES):
-            folders.add(folder)
-    return sorted(folders, key=lambda f: f.split("/") if f else [])
-
-
-def _open_below(store: Store, folders: list[str], options: Mapping[str, Any] | None) -> Iterator[_Opened]:
+def _open_below(store: Store, folders: list[str], options: Mapping[str, Any] | None) -> Iterator[Opened]:
     """Open the folders of a place that look like checkpoints, except those that are part of another.
 
     Folders inside of one that turns out not to be a checkpoint are opened after it: any program may write a
@@ -390,17 +250,18 @@ def _is_part(folder: str, keys: Sequence[str]) -> bool:
     return any(key.startswith(f"{folder}/") for key in keys)
 
 
-def _open_all(roots: Sequence[str], options: Mapping[str, Any] | None) -> Iterator[_Opened]:
-    """Open them, several at a time, in order; with each the number of those that are left."""
+def _open_all(roots: Sequence[str], options: Mapping[str, Any] | None) -> Iterator[Opened]:
+    """Open them in order, several at a time as soon as requests wait; with each the number of those that are left."""
     try_open = partial(_try_open, options=options)
-    with ThreadPoolExecutor(_THREADS, "ucformat-register") as pool:
-        for at in range(0, len(roots), _AHEAD):
-            part = roots[at : at + _AHEAD]
-            for i, (root, found) in enumerate(zip(part, pool.map(try_open, part), strict=True), at + 1):
-                yield root, found, len(roots) - i
+    for at in range(0, len(roots), _AHEAD):
+        part = roots[at : at + _AHEAD]
+        with gc_paused():
+            opened = map_io(try_open, part)
+        for i, (root, found) in enumerate(zip(part, opened, strict=True), at + 1):
+            yield root, found, len(roots) - i
 
 
-def _try_open(root: str, options: Mapping[str, Any] | None) -> _OpenedCheckpoint | UcformatError:
+def _try_open(root: str, options: Mapping[str, Any] | None) -> OpenedCheckpoint | UcformatError:
     try:
         with naming_place(root):
             return _open(root, options)
@@ -408,16 +269,16 @@ def _try_open(root: str, options: Mapping[str, Any] | None) -> _OpenedCheckpoint
         return error
 
 
-def _open(root: str, options: Mapping[str, Any] | None) -> _OpenedCheckpoint:
+def _open(root: str, options: Mapping[str, Any] | None) -> OpenedCheckpoint:
     if options and exists(open_store(root), MANIFEST):  # a universal checkpoint takes none
         options = None
     ck = open_checkpoint(root, options=options)
     doc = find_document(open_store(ck.home))
     if ck.kind == "ucformat":
-        return _OpenedCheckpoint(ck.home, ck.kind, ck.manifest, None, doc, None)
+        return OpenedCheckpoint(ck.home, ck.kind, ck.manifest, None, doc, None)
     infos = ck.files()
     files = (len(infos), sum(i.size for i in infos))
-    return _OpenedCheckpoint(ck.home, ck.kind, _described(ck, infos), files, doc, ck.metadata.files)
+    return OpenedCheckpoint(ck.home, ck.kind, _described(ck, infos), files, doc, ck.metadata.files)
 
 
 def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:

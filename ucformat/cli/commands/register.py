@@ -103,22 +103,23 @@ def register(
     if checksums or overwrite or unprotected or ignored or view is not None:
         raise UsageError("--checksums, --overwrite, --unprotected, --ignore-dependent and --view go with --virtual")
     try:
-        with opened_catalog() as catalog, out.progress("registering", "checkpoints") as progress:
-            found = ucformat.register(
-                places,
-                catalog,
-                recursive=recursive,
-                run=run,
-                config=config,
-                metrics=metrics,
-                rescan=rescan,
-                trust_documents=trust_documents,
-                options=options,
-                progress=progress,
-            )
+        with opened_catalog() as catalog:
+            with out.progress("registering", "checkpoints") as progress:
+                found = ucformat.register(
+                    places,
+                    catalog,
+                    recursive=recursive,
+                    run=run,
+                    config=config,
+                    metrics=metrics,
+                    rescan=rescan,
+                    trust_documents=trust_documents,
+                    options=options,
+                    progress=progress,
+                )
+            out.result(lambda: _list(found), lambda: _data(found), lambda: found.ids)
     except KeyboardInterrupt:
         raise Interrupted("interrupted: what was registered is kept; run the same command again to continue") from None
-    out.result(lambda: _list(found), lambda: _data(found), lambda: (e.id for e in found.entries))
     _raise_failures(found)
 
 
@@ -163,17 +164,18 @@ def reindex(
     from ucformat.errors import UcformatError
 
     try:
-        with opened_catalog() as catalog, out.progress("reindexing", "checkpoints") as progress:
-            found = ucformat.reindex(
-                place, catalog, forget=forget, trust_documents=trust_documents, options=options, progress=progress
+        with opened_catalog() as catalog:
+            with out.progress("reindexing", "checkpoints") as progress:
+                found = ucformat.reindex(
+                    place, catalog, forget=forget, trust_documents=trust_documents, options=options, progress=progress
+                )
+            out.result(
+                lambda: _summary(found),
+                lambda: _data(found) | {"missing": list(found.missing), "forgotten": list(found.forgotten)},
+                lambda: found.ids,
             )
     except KeyboardInterrupt:
         raise Interrupted("interrupted: what was recorded is kept; run the same command again for the rest") from None
-    out.result(
-        lambda: _summary(found),
-        lambda: _data(found) | {"missing": list(found.missing), "forgotten": list(found.forgotten)},
-        lambda: (e.id for e in found.entries),
-    )
     _raise_failures(found)
     if found.missing and not forget:
         places = plural(len(found.missing), "place")
@@ -195,7 +197,7 @@ def _list(found: Registered) -> Iterator[str]:
 
 def _summary(found: Reindexed) -> Iterator[str]:
     size = bytes_text(sum(e.nbytes for e in found.entries))
-    yield Heading(f"{plural(len(found.entries), 'checkpoint')}, {size}")
+    yield Heading(f"{plural(len(found.ids), 'checkpoint')}, {size}")
     for url in found.missing:
         yield f"  {'forgotten' if url in found.forgotten else 'missing':<9} {url}"
     yield from _failures(found)
@@ -219,6 +221,6 @@ def _raise_failures(found: Registered) -> None:
 
     if found.failures:
         raise UcformatError(
-            f"{plural(len(found.failures), 'place')} could not be read, and {len(found.entries)} could",
+            f"{plural(len(found.failures), 'place')} could not be read, and {len(found.ids)} could",
             hint="`ucp show PLACE` shows why",
         )

@@ -1,0 +1,156 @@
+"""Recording opened checkpoints in a catalog, many in one transaction."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ucformat.catalog.recording import Found
+from ucformat.catalog.refs import same_url
+from ucformat.errors import UcformatError
+from ucformat.jobs.run import naming_place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.schema.documents import CatalogDoc
+    from ucformat.schema.manifest import Manifest
+
+__all__ = ["Done", "Failure", "How", "Opened", "OpenedCheckpoint", "record_all"]
+
+_TOGETHER, _MOMENT = 64, 1.0  # the most checkpoints that are recorded in one transaction; seconds that one waits for it
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A place that looked like a checkpoint and could not be registered."""
+
+    url: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedCheckpoint:
+    """An opened checkpoint as it is recorded; plain data, which a worker process can send.
+
+    `keys` are those of the files of a foreign one; a universal one's are all below its folder.
+    """
+
+    url: str
+    kind: str
+    manifest: Manifest
+    files: tuple[int, int] | None
+    doc: CatalogDoc | None
+    keys: tuple[str, ...] | None
+
+
+#: A place, its checkpoint or the reason why it cannot be opened, and how many places are left.
+Opened = tuple[str, OpenedCheckpoint | UcformatError, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The places where checkpoints were recorded, with their ids; and the failures."""
+
+    present: list[tuple[str, str]]
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How to record: the run, whether a configuration was given, and whether failures are errors (`strict`)."""
+
+    run: str | None = None
+    replace_config: bool = False
+    strict: bool = False
+    trust: bool = False
+
+
+def record_all(
+    catalog: Catalog,
+    opened: Iterable[Opened],
+    how: How,
+    progress: Callable[[int, int], None] | None,
+    *,
+    listings: Mapping[str, str] | None = None,
+) -> Done:
+    """Record opened checkpoints; one that could not be opened or recorded is a failure, or if `strict` an error.
+
+    Args:
+        catalog: the catalog.
+        opened: the results of opening places.
+        how: how to record them.
+        progress: called with the places done and in all.
+        listings: hashes of the file listings of places.
+
+    Raises:
+        UcformatError: if `strict`, the first failure.
+    """
+    present, failures, done = [], [], 0
+    for part in _batches(opened):
+        checkpoints = [(root, found) for root, found, _ in part if not isinstance(found, UcformatError)]
+        refused = _record(catalog, checkpoints, how, listings or {})
+        for root, found, left in part:
+            error = found if isinstance(found, UcformatError) else refused.get(root)
+            if error is not None and how.strict:
+                raise error
+            if error is not None:
+                failures.append(Failure(root, error.message))
+            elif not isinstance(found, UcformatError):
+                present.append((found.url, found.manifest.id))
+            done += 1
+            if progress is not None:
+                progress(done, done + left)
+    return Done(present, tuple(failures))
+
+
+def _batches(opened: Iterable[Opened]) -> Iterator[list[Opened]]:
+    """Those that are recorded together: as many as were opened in a moment, so that an interruption loses little."""
+    part: list[Opened] = []
+    begun = time.monotonic()
+    for one in opened:
+        part.append(one)
+        if len(part) == _TOGETHER or time.monotonic() - begun > _MOMENT:
+            yield part
+            part, begun = [], time.monotonic()
+    if part:
+        yield part
+
+
+def _record(
+    catalog: Catalog, opened: Sequence[tuple[str, OpenedCheckpoint]], how: How, listings: Mapping[str, str]
+) -> dict[str, UcformatError]:
+    """Record checkpoints in one transaction, or each on its own if one of them is refused.
+
+    Returns the errors, by place. The documents beside checkpoints are imported one by one.
+    """
+    new = {root: _found(root, ck, how, listings) for root, ck in opened}
+    refused: dict[str, UcformatError] = {}
+    if not new:
+        return {}
+    try:
+        with naming_place(opened[0][1].url):
+            catalog.record_all(new.values())
+    except UcformatError as error:
+        if len(opened) == 1:
+            return dict.fromkeys(new, error)
+        for root, ck in opened:
+            refused |= _record(catalog, [(root, ck)], how, listings)
+        return refused
+    for root, ck in opened:
+        if ck.doc is not None:
+            try:
+                with naming_place(ck.url):
+                    entry = catalog.import_document(ck.manifest.id, ck.doc, ck.url, trust=how.trust)
+                    if how.run is not None and entry.run != how.run:  # the option overrides the document
+                        catalog.record_all([new[root]])
+            except UcformatError as error:
+                refused[root] = error
+    return refused
+
+
+def _found(root: str, ck: OpenedCheckpoint, how: How, listings: Mapping[str, str]) -> Found:
+    listing = listings.get(root) if same_url(root) == same_url(ck.url) else None
+    return Found(ck.manifest, ck.url, ck.kind, how.run, ck.files, how.replace_config, listing)
