@@ -97,10 +97,18 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 class PlainText(TypeDecorator[str]):
-    """Text of any length that both databases can store (see `storable_text`)."""
+    """Text of any length that both databases can store (see `storable_text`), ordered by code point."""
 
     impl = Text
     cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """The type in one database: PostgreSQL's indexes find text by its beginning only in the collation "C".
+
+        Args:
+            dialect: the database's.
+        """
+        return dialect.type_descriptor(Text(collation="C") if dialect.name == "postgresql" else Text())
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
         """Convert a value of a statement to the stored form, also when searching.

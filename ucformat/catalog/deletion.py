@@ -61,7 +61,7 @@ def protections_at(
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint))
     found = retention_rows(connection, now, serials=[serial]) if serial is not None and annotations else []
     child = Checkpoint.__table__.alias()
-    here = near(connection, url) if serial is None else sa.or_(Edge.parent == serial, near(connection, url))
+    here = near(url) if serial is None else sa.or_(Edge.parent == serial, near(url))
     others = sa.select(child.c.id).join(Edge, child.c.serial == Edge.child).where(Edge.depends, here)
     live = others.where(child.c.state.in_(LIVE), child.c.id != checkpoint).distinct().order_by(child.c.id)
     why = [reason for row in found for reason in protections(row, now)]
@@ -86,7 +86,7 @@ def ignore_dependent(
     """
     parent = connection.scalar(sa.select(Location.checkpoint).where(Location.url == url))
     child = sa.select(Checkpoint.serial).where(Checkpoint.id == dependent).scalar_subquery()
-    here = near(connection, url) if parent is None else sa.or_(Edge.parent == parent, near(connection, url))
+    here = near(url) if parent is None else sa.or_(Edge.parent == parent, near(url))
     update = sa.update(Edge).where(Edge.child == child, Edge.depends, here).values(depends=False)
     found = connection.execute(update).rowcount > 0 or beside
     if found:

@@ -147,7 +147,7 @@ def resolve(connection: Connection, ref: Ref) -> int:
     serial: int | None = None
     if ref.id is not None:
         serial = connection.scalar(by_id)
-        found = _rows(connection, sa.select(*_COLUMNS).where(Checkpoint.id.startswith(ref.id, autoescape=True)))
+        found = _rows(connection, sa.select(*_COLUMNS).where(starts_with(Checkpoint.id, ref.id)))
         if serial is None and found:
             return _one(ref, found)
     if serial is None:

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from ucformat.catalog.models import Alias, AliasClaim, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
 from ucformat.catalog.retention import RetentionHold, RetentionRow
-from ucformat.catalog.rows import unindexed
+from ucformat.catalog.rows import starts_with, unindexed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -167,7 +167,7 @@ def _dependents(connection: Connection, serials: Collection[int], places: Mappin
         places: of these, by url.
     """
     if len(serials) + len(places) <= _FEW:  # for more, reading all such edges is faster
-        edges = _EDGES.where(sa.or_(Edge.parent.in_(serials), *(near(connection, url) for url in places)))
+        edges = _EDGES.where(sa.or_(Edge.parent.in_(serials), *(near(url) for url in places)))
     else:
         edges = _EDGES.where(Edge.depends)
     urls = sorted(places)
@@ -202,15 +202,10 @@ def _folders(place: str) -> Iterator[str]:
         place = place.rpartition("/")[0]
 
 
-def near(connection: Connection, url: str) -> ColumnElement[bool]:
-    """Whether an edge refers to a place, a folder above it, or something inside it; LIKE would not use the index.
+def near(url: str) -> ColumnElement[bool]:
+    """Whether an edge refers to a place, a folder above it, or something inside it.
 
     Args:
-        connection: a transaction.
         url: the place, normalized by `same_url`.
     """
-    named: ColumnElement[str] = Edge.parent_url
-    if connection.dialect.name == "postgresql":  # whose collation may not be by code point
-        named = sa.collate(named, "C")
-    inside = sa.and_(named >= f"{url}/", named < f"{url}{_AFTER}")
-    return sa.or_(Edge.parent_url.in_([*_folders(url)]), inside)
+    return sa.or_(Edge.parent_url.in_([*_folders(url)]), starts_with(Edge.parent_url, f"{url}/"))

@@ -213,18 +213,17 @@ def unindexed(column: Any) -> ColumnElement[Any]:
     return found
 
 
-def starts_with(column: Any, text: Any) -> ColumnElement[bool]:
-    """Test a prefix exactly; LIKE has wildcards, and ignores case on SQLite.
+def starts_with(column: Any, text: str) -> ColumnElement[bool]:
+    """Test a prefix exactly, by the column's index; LIKE has wildcards, and ignores case on SQLite.
 
     Args:
-        column: the text, as SQL.
-        text: the prefix.
+        column: text.
+        text: the prefix, which ends with an ASCII character.
 
     Returns:
         The condition.
     """
-    found: ColumnElement[bool] = sa.func.substr(column, 1, sa.func.length(text)) == text
-    return found
+    return sa.and_(column >= text, column < text[:-1] + chr(ord(text[-1]) + 1))
 
 
 def insert_rows(
