@@ -119,7 +119,7 @@ class Checkpoint(Base):
     """
 
     __tablename__ = "checkpoint"
-    __table_args__ = (Index(None, "run_id", "step"), Index(None, "state", "created"))
+    __table_args__ = (Index(None, "run_id", "step"), Index(None, "run_id", "commits"), Index(None, "state", "created"))
     serial = column(Integer, primary_key=True)
     id = column(PlainText, unique=True)
     kind = column(PlainText)

@@ -13,10 +13,10 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement, Select
+    from sqlalchemy import ColumnElement, CompoundSelect, Select
 
 __all__ = ["Dated", "contradiction", "contradictions", "newest_first", "select_newest_first"]
 
@@ -77,15 +77,13 @@ def _step(item: Dated) -> int:
     return -1 if item.step is None else item.step
 
 
-def select_newest_first(
-    *where: ColumnElement[bool], since: datetime | None = None, recent: Sequence[ColumnElement[bool]] = ()
-) -> Select[Any]:
+def select_newest_first(*where: ColumnElement[bool], first: Select[Any] | None = None) -> Select[Any]:
     """The same order as a query.
 
     Args:
         where: conditions on `models.Checkpoint`.
-        since: only the runs of checkpoints that were created since; these are the first ones (None: all).
-        recent: conditions that follow from `where`, by whose index those are found.
+        first: only the first checkpoints, as many as this query finds (serial, run_id, step, commits): those of `where`
+            that were created since some time (None: all).
 
     Returns:
         A query for serial, id, kind, step, commits and created, and `counted`: the commits or their substitute.
@@ -99,10 +97,8 @@ def select_newest_first(
     run: list[Any] = [Checkpoint.run_id, sa.case((alone, Checkpoint.serial))]
     before = sa.func.max(Checkpoint.commits).over(partition_by=run, order_by=step)
     columns = ("serial", "id", "kind", "step", "commits", "created")
-    if since is not None:
-        last = sa.select(Checkpoint.serial, Checkpoint.run_id).where(Checkpoint.created >= since, *where, *recent).cte()
-        serials, runs = sa.select(last.c.serial), sa.select(last.c.run_id)
-        where += (sa.or_(Checkpoint.serial.in_(serials), Checkpoint.run_id.in_(runs)),)
+    if first is not None:
+        where += (Checkpoint.serial.in_(_near(first)),)
     counted = (
         sa.select(
             *(getattr(Checkpoint, name) for name in columns),
@@ -119,6 +115,31 @@ def select_newest_first(
     latest = sa.func.max(counted.created).over(partition_by=(counted.run, counted.alone), order_by=order)
     found = sa.select(*(counted[name] for name in columns), counted["count"].label("counted"))
     return found.order_by(latest.desc(), *(key.desc() for key in order))
+
+
+def _near(first: Select[Any]) -> CompoundSelect[Any]:
+    """The serials of checkpoints that can come before any of `first`, and of some others.
+
+    These are of the same runs. What comes before one has as many commits, or none and a step that is at least that of
+    one with as many; in a run without counts, at least its step. What comes after all of `first` was created earlier
+    and changes the time of none.
+    """
+    import sqlalchemy as sa
+
+    from ucformat.catalog.models import Checkpoint
+
+    last = first.cte()
+    step, commits = sa.func.min(sa.func.coalesce(last.c.step, -1)), sa.func.min(sa.func.coalesce(last.c.commits, 0))
+    least = sa.select(last.c.run_id, step.label("step"), commits.label("commits")).group_by(last.c.run_id).cte()
+    run, other = Checkpoint.__table__.alias().c, Checkpoint.__table__.alias().c
+    counted = sa.select(sa.func.min(sa.func.coalesce(other.step, -1))).where(
+        other.run_id == least.c.run_id, other.commits >= least.c.commits
+    )
+    parts = [
+        sa.select(run.serial).where(run.run_id == least.c.run_id, later)
+        for later in (run.step >= least.c.step, run.step >= counted.scalar_subquery(), run.step.is_(None))
+    ]
+    return sa.union(sa.select(last.c.serial), *parts)
 
 
 def contradictions(items: Iterable[T], name: Callable[[T], str]) -> list[str]:

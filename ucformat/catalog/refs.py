@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from ucformat.catalog.models import Alias, Checkpoint, Location, Run
 from ucformat.catalog.newest import contradiction, select_newest_first
-from ucformat.catalog.rows import MAX_IN_LIST, lock, starts_with
+from ucformat.catalog.rows import MAX_IN_LIST, lock, starts_with, unindexed
 from ucformat.errors import NotFound, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
@@ -210,7 +210,9 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
         raise NotFound(f"the catalog has no run {run!r}", hint=_nearest(run, known) or "`ucp ls` lists checkpoints")
     here = sa.select(*_COLUMNS).where(Checkpoint.run_id == run_id)
     if isinstance(ref.at, int):
-        found = _rows(connection, here.where(Checkpoint.step == ref.at, Checkpoint.state.in_(("committed", "deleted"))))
+        found = _rows(
+            connection, here.where(Checkpoint.step == ref.at, unindexed(Checkpoint.state).in_(("committed", "deleted")))
+        )
         found = [r for r in found if r.state == "committed"] or found  # a deleted one can be restored by its name
         if not found:
             raise NotFound(
@@ -309,7 +311,7 @@ def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
     found = (
         sa.select(Location.url, Checkpoint.id, Location.listing)
         .join(Checkpoint, Checkpoint.serial == Location.checkpoint)
-        .where(below, Location.listing.is_not(None), Checkpoint.state.in_(("committed", "deleted")))
+        .where(below, Location.listing.is_not(None), unindexed(Checkpoint.state).in_(("committed", "deleted")))
     )
     return {url: (checkpoint, str(listing)) for url, checkpoint, listing in connection.execute(found)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
@@ -48,20 +49,16 @@ def find_serials(
     Returns:
         Their serials, in order.
     """
-    conditions, each = _where(connection, where, now, deleted=deleted)
+    conditions = _where(connection, where, now, deleted=deleted)
     if sort == NEWEST:
-        committed = (Checkpoint.state == "committed",) if each and each[-1] is _COMMITTED else ()
-        since, few = None, False
-        if limit is not None:
-            since, few = _since(connection, conditions, each, committed, max(1, offset + limit))
-        chosen = select_newest_first(*(each if few else conditions), since=since, recent=committed)
+        chosen = _newest_first(connection, conditions, None if limit is None else max(1, offset + limit))
     else:
         by, order = _order(connection, sort, now)
         for walked in _WALKED if limit is not None and _metric(by) is not None else ():
-            found = _first_by_metric(connection, each, by, order, walked).limit(limit).offset(offset)
+            found = _first_by_metric(connection, conditions.each, by, order, walked).limit(limit).offset(offset)
             if len(first := list(connection.scalars(found))) == limit:
                 return first
-        chosen = sa.select(Checkpoint.serial).where(*conditions).order_by(*order)
+        chosen = sa.select(Checkpoint.serial).where(*conditions.found(connection)).order_by(*order)
     return list(connection.scalars(chosen.limit(limit).offset(offset)))
 
 
@@ -69,29 +66,28 @@ def find_serials(
 _WALKED = (1_000, 20_000)
 
 
-def _since(
-    connection: Connection,
-    conditions: Sequence[ColumnElement[bool]],
-    each: Sequence[ColumnElement[bool]],
-    committed: Sequence[ColumnElement[bool]],
-    count: int,
-) -> tuple[datetime | None, bool]:
-    """When the first of the `count` checkpoints was created that were created last; None if there are fewer.
-
-    The second value says whether they were found among the last ones of all, so that it is faster to test `each`.
-    """
-
-    def at(number: int, *where: ColumnElement[bool]) -> datetime | None:
-        chosen = sa.select(Checkpoint.created).where(*where).order_by(Checkpoint.created.desc())
-        return connection.scalar(chosen.offset(number).limit(1))
-
-    for walked in _WALKED if committed else ():
-        before = at(walked, *committed)
+def _newest_first(connection: Connection, conditions: _Conditions, count: int | None) -> Select[Any]:
+    """The query for at least so many of the newest checkpoints that match, in order."""
+    columns = (Checkpoint.serial, Checkpoint.run_id, Checkpoint.step, Checkpoint.commits)
+    for walked in _WALKED if count is not None and conditions.committed else ():
+        committed = Checkpoint.state == "committed"
+        before = _created(connection, walked, committed)
         later = () if before is None else (Checkpoint.created > before,)
-        since = at(count - 1, *committed, *later, *each)
+        since = _created(connection, (count or 1) - 1, committed, *later, *conditions.each)
         if since is not None:
-            return since, True
-    return at(count - 1, *conditions), False
+            last = sa.select(*columns).where(Checkpoint.created >= since, committed, *conditions.each)
+            return select_newest_first(*conditions.each, first=last)
+    found = conditions.found(connection)
+    since = None if count is None else _created(connection, count - 1, *found)
+    if since is None:
+        return select_newest_first(*found)
+    return select_newest_first(*conditions.each, first=sa.select(*columns).where(Checkpoint.created >= since, *found))
+
+
+def _created(connection: Connection, number: int, *where: ColumnElement[bool]) -> datetime | None:
+    """When the checkpoint was created that comes after so many others which were created later; None if none does."""
+    chosen = sa.select(Checkpoint.created).where(*where).order_by(Checkpoint.created.desc())
+    return connection.scalar(chosen.offset(number).limit(1))
 
 
 def _order(connection: Connection, sort: str, now: datetime) -> tuple[Sort, list[ColumnElement[Any]]]:
@@ -141,29 +137,53 @@ def count_checkpoints(connection: Connection, where: str, now: datetime, *, dele
         now: the time that ages and holds refer to.
         deleted: include those that are no longer committed, as a filter on `state` does.
     """
-    conditions, _ = _where(connection, where, now, deleted=deleted)
+    conditions = _where(connection, where, now, deleted=deleted).found(connection)
     return connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*conditions)).scalar_one()
 
 
+@dataclass(frozen=True)
+class _Conditions:
+    """The conditions of a search, all of which a checkpoint meets.
+
+    `each` tests them on a few checkpoints. `parts` has each in the form that finds checkpoints by an index, and a query
+    for these if there is an index. `committed` says whether one is that the checkpoint is committed.
+    """
+
+    each: tuple[ColumnElement[bool], ...]
+    parts: tuple[tuple[ColumnElement[bool], Select[Any] | None], ...]
+    committed: bool
+
+    def found(self, connection: Connection) -> list[ColumnElement[bool]]:
+        """The conditions by which to find checkpoints: by the one that fewest meet, if these are few."""
+        indexed = [(i, rows) for i, (_, rows) in enumerate(self.parts) if rows is not None]
+        for few in _FEW if len(self.each) > 1 else ():
+            for i, rows in indexed:
+                number = sa.select(sa.func.count()).select_from(rows.limit(few + 1).subquery())
+                if connection.execute(number).scalar_one() <= few:
+                    return [self.parts[i][0], *(test for j, test in enumerate(self.each) if j != i)]
+        return [condition for condition, _ in self.parts]
+
+
+_FEW = (1_000, 20_000)  # checkpoints that meet a condition by which they are found, however many meet the others
 _COMMITTED = unindexed(Checkpoint.state) == "committed"
 
 
-def _where(
-    connection: Connection, where: str, now: datetime, *, deleted: bool
-) -> tuple[list[ColumnElement[bool]], list[ColumnElement[bool]]]:
-    """The conditions by which to find checkpoints, and the same ones to test `each` of a few."""
-    found: list[ColumnElement[bool]] = []
+def _where(connection: Connection, where: str, now: datetime, *, deleted: bool) -> _Conditions:
+    """The conditions of a filter."""
     each: list[ColumnElement[bool]] = []
+    parts: list[tuple[ColumnElement[bool], Select[Any] | None]] = []
     keys: set[str] = set()
     if where.strip():
-        from ucformat.catalog.filter import check_names, compile_filter, parse, used_keys
+        from ucformat.catalog.filter import check_names, compile_filter, compile_rows, operands, parse, used_keys
 
         node = parse(where)
         check_names(connection, node, where)
-        found.append(compile_filter(node, now=now))
-        each.append(compile_filter(node, now=now, each=True))
+        for one in operands(node):
+            each.append(compile_filter(one, now=now, each=True))
+            parts.append((compile_filter(one, now=now), compile_rows(one, now=now)))
         keys = used_keys(node)
-    if not deleted and "state" not in keys:
-        found.append(_COMMITTED)
+    committed = not deleted and "state" not in keys
+    if committed:
         each.append(_COMMITTED)
-    return found, each
+        parts.append((_COMMITTED, None))
+    return _Conditions(tuple(each), tuple(parts), committed)

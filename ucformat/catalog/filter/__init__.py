@@ -8,9 +8,9 @@ configuration paths that no checkpoint of a catalog has, and offers the nearest 
 from __future__ import annotations
 
 from ucformat.catalog.filter.check import Names, check_known, paths_of, used_keys, used_names
-from ucformat.catalog.filter.compile import check_names, compile_filter, compile_sort
+from ucformat.catalog.filter.compile import check_names, compile_filter, compile_rows, compile_sort
 from ucformat.catalog.filter.parse import parse, parse_sort
-from ucformat.catalog.filter.syntax import Node, Sort, unparse
+from ucformat.catalog.filter.syntax import Node, Sort, operands, unparse
 
 __all__ = [
     "Names",
@@ -19,7 +19,9 @@ __all__ = [
     "check_known",
     "check_names",
     "compile_filter",
+    "compile_rows",
     "compile_sort",
+    "operands",
     "parse",
     "parse_sort",
     "paths_of",

@@ -44,7 +44,7 @@ from ucformat.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy import ColumnElement, Connection, Select
 
     from ucformat.catalog.filter.check import Target
     from ucformat.catalog.filter.documents import DocumentValue
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     Lift = Callable[[ColumnElement[bool]], ColumnElement[bool]]
 
-__all__ = ["check_names", "compile_filter", "compile_sort"]
+__all__ = ["check_names", "compile_filter", "compile_rows", "compile_sort"]
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,29 @@ def compile_filter(node: Node, *, now: datetime, each: bool = False) -> ColumnEl
         raise UsageError("the time of a filter needs a time zone", hint="such as datetime.now(UTC)")
     check(node)
     return _condition(node, now, negated=False, each=each)
+
+
+def compile_rows(node: Node, *, now: datetime) -> Select[Any] | None:
+    """Compile a comparison to a query for the serials of the checkpoints that it finds by an index.
+
+    Args:
+        node: the filter.
+        now: as for `compile_filter`.
+
+    Returns:
+        The query; None if it is not a comparison, or there is no index for it.
+    """
+    if not isinstance(node, Compare | In) or _is_opposite(node):
+        return None
+    target = resolve(node.key)
+    equal = isinstance(node, In) or node.operator == "="
+    if target.root != "metric" and not (equal and target.root in {"id", "run", "tag", "alias", "config", "url"}):
+        return None
+    if target.root == "metric" or target.root in _MULTIPLE:
+        column, owner = _MULTIPLE.get(target.root, (Metric.value, Metric.checkpoint))
+        named = (Metric.name == target.path[0],) if target.root == "metric" else ()
+        return select(owner).where(*named, _on_column(column, target.kind, node, now))
+    return select(Checkpoint.serial).where(_atom(node, now, each=False))
 
 
 def _condition(node: Node, now: datetime, *, negated: bool, each: bool) -> ColumnElement[bool]:

@@ -36,6 +36,7 @@ __all__ = [
     "Text",
     "Value",
     "atoms",
+    "operands",
     "spell",
     "unparse",
 ]
@@ -324,6 +325,15 @@ def unparse(node: Node | Sort) -> str:
         node: the filter or order.
     """
     return str(node)
+
+
+def operands(node: Node) -> tuple[Node, ...]:
+    """The filters of which a filter is the conjunction.
+
+    Args:
+        node: the filter.
+    """
+    return node.nodes if isinstance(node, And) else (node,)
 
 
 def atoms(node: Node) -> Iterator[Atom]:
