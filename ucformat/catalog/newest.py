@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement, CompoundSelect, Select
+    from sqlalchemy import ColumnElement, CompoundSelect, Connection, Select
 
-__all__ = ["Dated", "contradiction", "contradictions", "newest_first", "select_newest_first"]
+__all__ = ["Dated", "before", "contradiction", "contradictions", "newest_first", "select_newest_first"]
 
 
 class Dated(Protocol):
@@ -77,13 +77,11 @@ def _step(item: Dated) -> int:
     return -1 if item.step is None else item.step
 
 
-def select_newest_first(*where: ColumnElement[bool], first: Select[Any] | None = None) -> Select[Any]:
+def select_newest_first(*where: ColumnElement[bool]) -> Select[Any]:
     """The same order as a query.
 
     Args:
         where: conditions on `models.Checkpoint`.
-        first: only the first checkpoints, as many as this query finds (serial, run_id, step, commits): those of `where`
-            that were created since some time (None: all).
 
     Returns:
         A query for serial, id, kind, step, commits and created, and `counted`: the commits or their substitute.
@@ -97,8 +95,6 @@ def select_newest_first(*where: ColumnElement[bool], first: Select[Any] | None =
     run: list[Any] = [Checkpoint.run_id, sa.case((alone, Checkpoint.serial))]
     before = sa.func.max(Checkpoint.commits).over(partition_by=run, order_by=step)
     columns = ("serial", "id", "kind", "step", "commits", "created")
-    if first is not None:
-        where += (Checkpoint.serial.in_(_near(first)),)
     counted = (
         sa.select(
             *(getattr(Checkpoint, name) for name in columns),
@@ -117,20 +113,57 @@ def select_newest_first(*where: ColumnElement[bool], first: Select[Any] | None =
     return found.order_by(latest.desc(), *(key.desc() for key in order))
 
 
-def _near(first: Select[Any]) -> CompoundSelect[Any]:
-    """The serials of checkpoints that can come before any of `first`, and of some others.
+def before(connection: Connection, last: Select[Any]) -> ColumnElement[bool]:
+    """The condition that is met by all checkpoints that can come before any of the last ones, and by some others.
 
-    These are of the same runs. What comes before one has as many commits, or none and a step that is at least that of
-    one with as many; in a run without counts, at least its step. What comes after all of `first` was created earlier
-    and changes the time of none.
+    These are of the same runs. What comes before one of them has as many commits, or none and a step that is at least
+    that of one with as many; in a run without counts, at least its step. What comes after all of them was created
+    earlier, and changes the time of none.
+
+    Args:
+        connection: a transaction.
+        last: a query for serial, run_id, step and commits of all that were created since some time.
     """
     import sqlalchemy as sa
 
     from ucformat.catalog.models import Checkpoint
 
-    last = first.cte()
-    step, commits = sa.func.min(sa.func.coalesce(last.c.step, -1)), sa.func.min(sa.func.coalesce(last.c.commits, 0))
-    least = sa.select(last.c.run_id, step.label("step"), commits.label("commits")).group_by(last.c.run_id).cte()
+    rows = connection.execute(last.limit(_FEW + 1)).all()
+    if len(rows) > _FEW:
+        return Checkpoint.serial.in_(_before_many(last))
+    step, commits = Checkpoint.step, Checkpoint.commits
+    least: dict[int, tuple[int, int]] = {}
+    for row in rows:
+        if row.run_id is not None:
+            steps, counts = least.get(row.run_id, (_MOST, _MOST))
+            own = -1 if row.step is None else row.step
+            least[row.run_id] = min(steps, own), min(counts, row.commits or 0)
+    counted = sa.or_(
+        sa.false(), *(sa.and_(Checkpoint.run_id == run, commits >= count) for run, (_, count) in least.items())
+    )
+    query = sa.select(Checkpoint.run_id, sa.func.min(sa.func.coalesce(step, -1))).where(counted)
+    lower: dict[int, int] = dict(connection.execute(query.group_by(Checkpoint.run_id)).all())
+    parts: list[ColumnElement[bool]] = [Checkpoint.serial.in_([row.serial for row in rows])]
+    for run, (own, _) in least.items():
+        begin = min(own, lower.get(run, own))
+        later = sa.or_(step >= begin, step.is_(None)) if begin < 0 else step >= begin
+        parts.append(sa.and_(Checkpoint.run_id == run, later))
+    return sa.or_(*parts)
+
+
+_FEW = 50  # checkpoints whose runs are conditions of a query, with which PostgreSQL estimates better
+_MOST = 2**63 - 1
+
+
+def _before_many(last: Select[Any]) -> CompoundSelect[Any]:
+    """The serials of these checkpoints, found in the same query."""
+    import sqlalchemy as sa
+
+    from ucformat.catalog.models import Checkpoint
+
+    found = last.cte()
+    step, commits = sa.func.min(sa.func.coalesce(found.c.step, -1)), sa.func.min(sa.func.coalesce(found.c.commits, 0))
+    least = sa.select(found.c.run_id, step.label("step"), commits.label("commits")).group_by(found.c.run_id).cte()
     run, other = Checkpoint.__table__.alias().c, Checkpoint.__table__.alias().c
     counted = sa.select(sa.func.min(sa.func.coalesce(other.step, -1))).where(
         other.run_id == least.c.run_id, other.commits >= least.c.commits
@@ -139,7 +172,7 @@ def _near(first: Select[Any]) -> CompoundSelect[Any]:
         sa.select(run.serial).where(run.run_id == least.c.run_id, later)
         for later in (run.step >= least.c.step, run.step >= counted.scalar_subquery(), run.step.is_(None))
     ]
-    return sa.union(sa.select(last.c.serial), *parts)
+    return sa.union(sa.select(found.c.serial), *parts)
 
 
 def contradictions(items: Iterable[T], name: Callable[[T], str]) -> list[str]:

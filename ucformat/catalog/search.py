@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.models import Checkpoint, Metric
-from ucformat.catalog.newest import select_newest_first
+from ucformat.catalog.newest import before, select_newest_first
 from ucformat.catalog.rows import unindexed
 
 if TYPE_CHECKING:
@@ -54,34 +54,46 @@ def find_serials(
         chosen = _newest_first(connection, conditions, None if limit is None else max(1, offset + limit))
     else:
         by, order = _order(connection, sort, now)
+        found: Sequence[ColumnElement[bool]] | None = None
         for walked in _WALKED if limit is not None and _metric(by) is not None else ():
-            found = _first_by_metric(connection, conditions.each, by, order, walked).limit(limit).offset(offset)
-            if len(first := list(connection.scalars(found))) == limit:
+            if (found := conditions.few(connection, walked)) is not None:
+                break
+            best = _first_by_metric(connection, conditions.each, by, order, walked).limit(limit).offset(offset)
+            if len(first := list(connection.scalars(best))) == limit:
                 return first
-        chosen = sa.select(Checkpoint.serial).where(*conditions.found(connection)).order_by(*order)
+        chosen = sa.select(Checkpoint.serial).where(*(found or conditions.all(connection))).order_by(*order)
     return list(connection.scalars(chosen.limit(limit).offset(offset)))
 
 
-#: Of how many checkpoints, in the order of an index, a filter is tested before all that match are looked for.
-_WALKED = (1_000, 20_000)
+#: Of how many checkpoints, in the order of an index, a filter is tested before all that match are looked for; unless no
+#: more meet one of its conditions.
+_WALKED = (1_000, 5_000, 20_000)
 
 
 def _newest_first(connection: Connection, conditions: _Conditions, count: int | None) -> Select[Any]:
     """The query for at least so many of the newest checkpoints that match, in order."""
-    columns = (Checkpoint.serial, Checkpoint.run_id, Checkpoint.step, Checkpoint.commits)
+    columns = sa.select(Checkpoint.serial, Checkpoint.run_id, Checkpoint.step, Checkpoint.commits)
+    found: Sequence[ColumnElement[bool]] | None = None
     for walked in _WALKED if count is not None and conditions.committed else ():
+        if (found := conditions.few(connection, walked)) is not None:
+            break
         committed = Checkpoint.state == "committed"
-        before = _created(connection, walked, committed)
-        later = () if before is None else (Checkpoint.created > before,)
+        start = _created(connection, walked, committed)
+        later = () if start is None else (Checkpoint.created > start,)
         since = _created(connection, (count or 1) - 1, committed, *later, *conditions.each)
         if since is not None:
-            last = sa.select(*columns).where(Checkpoint.created >= since, committed, *conditions.each)
-            return select_newest_first(*conditions.each, first=last)
-    found = conditions.found(connection)
-    since = None if count is None else _created(connection, count - 1, *found)
+            last = columns.where(Checkpoint.created >= since, committed, *conditions.each)
+            return select_newest_first(*conditions.each, before(connection, last))
+    found = found or conditions.all(connection)
+    since = None if count is None else _created(connection, count - 1, Checkpoint.serial.in_(_all(found)))
     if since is None:
         return select_newest_first(*found)
-    return select_newest_first(*conditions.each, first=sa.select(*columns).where(Checkpoint.created >= since, *found))
+    return select_newest_first(*conditions.each, before(connection, columns.where(Checkpoint.created >= since, *found)))
+
+
+def _all(found: Sequence[ColumnElement[bool]]) -> Select[Any]:
+    """The serials of checkpoints, found before they are sorted: PostgreSQL would go through all others in the order."""
+    return sa.select(sa.select(Checkpoint.serial).where(*found).cte().prefix_with("MATERIALIZED", dialect="postgresql"))
 
 
 def _created(connection: Connection, number: int, *where: ColumnElement[bool]) -> datetime | None:
@@ -137,7 +149,7 @@ def count_checkpoints(connection: Connection, where: str, now: datetime, *, dele
         now: the time that ages and holds refer to.
         deleted: include those that are no longer committed, as a filter on `state` does.
     """
-    conditions = _where(connection, where, now, deleted=deleted).found(connection)
+    conditions = _where(connection, where, now, deleted=deleted).all(connection)
     return connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*conditions)).scalar_one()
 
 
@@ -153,18 +165,22 @@ class _Conditions:
     parts: tuple[tuple[ColumnElement[bool], Select[Any] | None], ...]
     committed: bool
 
-    def found(self, connection: Connection) -> list[ColumnElement[bool]]:
-        """The conditions by which to find checkpoints: by the one that fewest meet, if these are few."""
-        indexed = [(i, rows) for i, (_, rows) in enumerate(self.parts) if rows is not None]
-        for few in _FEW if len(self.each) > 1 else ():
-            for i, rows in indexed:
-                number = sa.select(sa.func.count()).select_from(rows.limit(few + 1).subquery())
-                if connection.execute(number).scalar_one() <= few:
-                    return [self.parts[i][0], *(test for j, test in enumerate(self.each) if j != i)]
-        return [condition for condition, _ in self.parts]
+    def few(self, connection: Connection, most: int) -> Sequence[ColumnElement[bool]] | None:
+        """The conditions by which to find checkpoints, if one of them is met by at most so many."""
+        for i, (found, rows) in enumerate(self.parts) if len(self.parts) > 1 else ():
+            if rows is None:
+                continue
+            number = sa.select(sa.func.count()).select_from(rows.limit(most + 1).subquery())
+            if connection.execute(number).scalar_one() <= most:
+                return found, *(test for j, test in enumerate(self.each) if j != i)
+        return None
+
+    def all(self, connection: Connection) -> Sequence[ColumnElement[bool]]:
+        """The conditions by which to find checkpoints, by the one that fewest meet."""
+        found = (self.few(connection, most) for most in _WALKED)
+        return next((f for f in found if f is not None), [condition for condition, _ in self.parts])
 
 
-_FEW = (1_000, 20_000)  # checkpoints that meet a condition by which they are found, however many meet the others
 _COMMITTED = unindexed(Checkpoint.state) == "committed"
 
 
