@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from ucformat.catalog.models import Alias, AliasClaim, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
 from ucformat.catalog.retention import RetentionHold, RetentionRow
-from ucformat.catalog.rows import starts_with, unindexed
+from ucformat.catalog.rows import MAX_IN_LIST, starts_with, unindexed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -49,6 +49,15 @@ _NEEDED = (
     Checkpoint.purge_after,
     Checkpoint.deleted_clocks,
 )
+#: Reading all columns takes twice as long, because of their times.
+_COLUMNS: dict[Any, tuple[Any, ...]] = {
+    Alias: (Alias.name,),
+    AliasClaim: (AliasClaim.name,),
+    Hold: (Hold.reason, Hold.until),
+    Location: (Location.url,),
+    Metric: (Metric.name, Metric.value),
+    Tag: (Tag.name,),
+}
 
 
 def retention_rows(
@@ -139,7 +148,7 @@ def _rows(table: Any, *these: ColumnElement[bool]) -> Executable:
     if table is Checkpoint:
         with_run = sa.select(*_NEEDED, Run.name.label("run")).outerjoin(Run, Run.id == Checkpoint.run_id)
         return with_run.where(Checkpoint.serial.in_(chosen))
-    found = sa.select(table.__table__).where(table.checkpoint.in_(chosen))
+    found = sa.select(table.checkpoint, *_COLUMNS[table]).where(table.checkpoint.in_(chosen))
     if table is Hold:
         found = found.where(Hold.released.is_(None))
     if table is Metric:
@@ -158,20 +167,20 @@ def _condition(connection: Connection, text: str, now: datetime) -> ColumnElemen
 def _dependents(connection: Connection, serials: Collection[int], places: Mapping[str, int]) -> dict[int, set[str]]:
     """The ids of the checkpoints that need another's files, by its serial.
 
-    An edge refers to its parent by serial, or by a folder that contains the parent's place or is inside it. One query,
-    whatever the number of edges.
+    An edge refers to its parent by serial, or by a folder that contains the parent's place or is inside it. There are a
+    few queries, whatever the number of edges.
 
     Args:
         connection: a transaction.
         serials: those that may be needed.
         places: of these, by url.
     """
-    if len(serials) + len(places) <= _FEW:  # for more, reading all such edges is faster
-        edges = _EDGES.where(sa.or_(Edge.parent.in_(serials), *(near(url) for url in places)))
-    else:
-        edges = _EDGES.where(Edge.depends)
     urls = sorted(places)
     common = commonprefix(urls)  # noqa: RUF071 - what touches one of these begins with it, or it with that
+    if len(serials) + len(places) <= _FEW:
+        edges = _EDGES.where(sa.or_(Edge.parent.in_(serials), *(near(url) for url in places)))
+    else:
+        edges = _EDGES.where(_touching_some(connection, serials, common))
     found: dict[int, set[str]] = {}
     touching: dict[str, list[int]] = {}
     for parent, parent_url, serial, name, state, depends in connection.execute(edges):
@@ -187,6 +196,28 @@ def _dependents(connection: Connection, serials: Collection[int], places: Mappin
             if other != serial:
                 found.setdefault(other, set()).add(name)
     return found
+
+
+def _touching_some(connection: Connection, serials: Collection[int], common: str) -> ColumnElement[bool]:
+    """The edges to these checkpoints or to places that begin with the same text; or all by which files are needed.
+
+    The latter if they are fewer than the checkpoints, or if very many places begin so.
+
+    Args:
+        connection: a transaction.
+        serials: the checkpoints.
+        common: how their places begin.
+    """
+    most = 2 * len(serials)
+
+    def many(edges: ColumnElement[bool]) -> bool:
+        number = sa.select(sa.func.count()).select_from(sa.select(Edge.id).where(edges).limit(most + 1).subquery())
+        return connection.execute(number).scalar_one() > most
+
+    if not common or len(serials) > MAX_IN_LIST or not many(Edge.depends) or many(starts_with(Edge.parent_url, common)):
+        return Edge.depends
+    above = Edge.parent_url.in_([*_folders(common)])
+    return sa.or_(Edge.parent.in_(serials), above, starts_with(Edge.parent_url, common))
 
 
 def _touching(place: str, places: Mapping[str, int], urls: Sequence[str]) -> list[int]:

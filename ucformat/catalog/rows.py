@@ -218,12 +218,19 @@ def starts_with(column: Any, text: str) -> ColumnElement[bool]:
 
     Args:
         column: text.
-        text: the prefix, which ends with an ASCII character.
+        text: the prefix.
 
     Returns:
         The condition.
     """
-    return sa.and_(column >= text, column < text[:-1] + chr(ord(text[-1]) + 1))
+    kept = text.rstrip(chr(_LAST))  # no character comes after the last one
+    if not kept:
+        return column >= text
+    after = ord(kept[-1]) + 1
+    return sa.and_(column >= text, column < kept[:-1] + chr(_AFTER_SURROGATES if after == _SURROGATES else after))
+
+
+_LAST, _SURROGATES, _AFTER_SURROGATES = 0x10FFFF, 0xD800, 0xE000  # code points; surrogates are no text
 
 
 def insert_rows(

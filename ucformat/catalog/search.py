@@ -73,10 +73,9 @@ _WALKED = (1_000, 5_000, 20_000)
 def _newest_first(connection: Connection, conditions: _Conditions, count: int | None) -> Select[Any]:
     """The query for at least so many of the newest checkpoints that match, in order."""
     columns = sa.select(Checkpoint.serial, Checkpoint.run_id, Checkpoint.step, Checkpoint.commits)
-    found: Sequence[ColumnElement[bool]] | None = None
     for walked in _WALKED if count is not None and conditions.committed else ():
-        if (found := conditions.few(connection, walked)) is not None:
-            break
+        if (found := conditions.few(connection, walked // 4)) is not None:  # the newest lie side by side
+            return select_newest_first(*found)
         committed = Checkpoint.state == "committed"
         start = _created(connection, walked, committed)
         later = () if start is None else (Checkpoint.created > start,)
@@ -84,7 +83,7 @@ def _newest_first(connection: Connection, conditions: _Conditions, count: int | 
         if since is not None:
             last = columns.where(Checkpoint.created >= since, committed, *conditions.each)
             return select_newest_first(*conditions.each, before(connection, last))
-    found = found or conditions.all(connection)
+    found = conditions.all(connection)
     since = None if count is None else _created(connection, count - 1, Checkpoint.serial.in_(_all(found)))
     if since is None:
         return select_newest_first(*found)
