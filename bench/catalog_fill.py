@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
 
-__all__ = ["LRS", "Made", "Plan", "fill", "made", "manifest"]
+__all__ = ["LRS", "Made", "Plan", "fill", "made", "manifest", "own_row"]
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 LRS = (1e-4, 3e-4, 1e-3, 3e-3)
@@ -137,6 +137,12 @@ def fill(catalog: Catalog, plan: Plan) -> None:
             _settle(c)
 
 
+def own_row(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """The row of a checkpoint, without what the database computes."""
+    columns = Checkpoint.__table__.columns
+    return {k: v for k, v in row.items() if k in columns and columns[k].computed is None}
+
+
 def _place(one: Made) -> str:
     return f"/checkpoints/run{one.run:02}/step{one.step}"
 
@@ -145,7 +151,7 @@ def _copy(c: Connection, plan: Plan, later: list[Made]) -> None:
     """The rows of checkpoints, as those of the first step of their run; `serial` is one more than the number."""
     rows = c.execute(sa.select(Checkpoint.__table__, Run.name).join(Run).order_by(Checkpoint.serial)).mappings().all()
     assert [r["serial"] for r in rows] == list(range(1, plan.runs + 1))
-    of_run = [{k: v for k, v in r.items() if k in Checkpoint.__table__.columns} for r in rows]
+    of_run = [own_row(r) for r in rows]
     block, per = of_run[-1]["digest_block"], max(1, BLOCK // plan.tensors)
     c.execute(
         sa.insert(Checkpoint),
@@ -209,7 +215,7 @@ def _edge(everything: list[Made], plan: Plan, one: Made, ids: Mapping[int, str])
 
 def _virtual(c: Connection, plan: Plan, everything: list[Made]) -> None:
     """Checkpoints without a run whose bytes lie in the files of others."""
-    like = dict(c.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == 1)).mappings().one())
+    like = own_row(c.execute(sa.select(Checkpoint.__table__).where(Checkpoint.serial == 1)).mappings().one())
     of = [(plan.checkpoints + 1 + n, everything[n * 97 % plan.checkpoints]) for n in range(plan.virtual)]
     if not of:
         return

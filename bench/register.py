@@ -23,7 +23,7 @@ import sqlalchemy as sa
 
 import ucformat
 from bench.catalog import sync
-from bench.catalog_fill import Plan, made, manifest
+from bench.catalog_fill import Plan, made, manifest, own_row
 from bench.common import OUT, ours, run, table, targets
 from tests.catalog.databases import running_postgres
 from tests.zero_files import FLAT, write_zero3
@@ -104,7 +104,7 @@ def make_dependents(catalog: Catalog, dependents: int) -> str:
     """Record one checkpoint, and insert copies of its row that need it; its id."""
     base = catalog.record(manifest(next(made(Plan(1, 4))), 4, 0), BASE)
     with catalog.database.writing() as c:
-        row = dict(c.execute(sa.select(Checkpoint.__table__)).mappings().one())
+        row = own_row(c.execute(sa.select(Checkpoint.__table__)).mappings().one())
         serials = range(row["serial"] + 1, row["serial"] + 1 + dependents)
         copies = [row | {"serial": s, "id": uuid.uuid4().hex, "step": s} for s in serials]
         c.execute(sa.insert(Checkpoint), copies)

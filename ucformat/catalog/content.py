@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from ucformat.catalog.columns import storable_text
 from ucformat.catalog.models import BLOCK, Checkpoint, Digest, Form, Location, Tensor, TensorSet
-from ucformat.catalog.rows import insert_if_absent, insert_rows
+from ucformat.catalog.rows import all_blocks, insert_if_absent, insert_rows
 from ucformat.errors import Conflict
 
 if TYPE_CHECKING:
@@ -295,12 +295,11 @@ def find_digest(connection: Connection, digest: str) -> dict[int, list[TensorEnt
     Returns:
         The tensors, by the serials of the checkpoints that contain them.
     """
-    blocks = sa.select(Checkpoint.__table__.alias().c.digest_block)  # IN: for a join SQLite would scan all digests
     query = (
         sa.select(Digest.checkpoint, Tensor.__table__, Digest.digest)
         .join(Checkpoint, Checkpoint.serial == Digest.checkpoint)
         .join(Tensor, sa.and_(Tensor.tensor_set_id == Checkpoint.tensor_set_id, Tensor.position == Digest.position))
-        .where(Digest.block.in_(blocks), Digest.digest == digest)
+        .where(Digest.block.in_(all_blocks()), Digest.digest == digest)  # IN: for a join SQLite would scan all
         .order_by(Digest.checkpoint, Digest.position)
     )
     found: dict[int, list[TensorEntry]] = {}

@@ -36,7 +36,7 @@ from ucformat.catalog.models import (
 from ucformat.catalog.recording import set_run
 from ucformat.catalog.retention import protections
 from ucformat.catalog.retention_rows import retention_rows
-from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock, lock_names, touch
+from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock, lock_names, touch, unindexed
 from ucformat.catalog.stamp import GRACE, clocks
 from ucformat.schema.documents import AliasDoc, CatalogDoc, EdgeDoc, HoldDoc, MetricDoc, NoteDoc, TagDoc, UntagDoc
 
@@ -70,11 +70,11 @@ def stale(connection: Connection, limit: int | None, first: Collection[int] = ()
         first: serials of checkpoints to list first; the others follow, newest first.
     """
     due = sa.select(Checkpoint.serial).where(
-        Checkpoint.document_revision > Checkpoint.document_written, Checkpoint.state.in_(("committed", "deleted"))
+        Checkpoint.document_due > 0, unindexed(Checkpoint.state).in_(("committed", "deleted"))
     )
     chosen = list(connection.scalars(due.where(Checkpoint.serial.in_(first)))) if first else []
     others = due.where(Checkpoint.serial.not_in(chosen)) if chosen else due
-    chosen += connection.scalars(others.order_by(Checkpoint.serial.desc()).limit(limit))
+    chosen += connection.scalars(others.order_by(unindexed(Checkpoint.serial).desc()).limit(limit))
     urls: dict[int, list[str]] = {s: [] for s in chosen}
     for at in range(0, len(chosen), MAX_IN_LIST):
         some = Location.checkpoint.in_(chosen[at : at + MAX_IN_LIST])

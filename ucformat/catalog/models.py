@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sqlalchemy import BigInteger, Boolean, Float, ForeignKey, Index, Integer, Text, false
+from sqlalchemy import BigInteger, Boolean, Computed, Float, ForeignKey, Index, Integer, Text, false
 
 from ucformat.catalog.columns import Base, Json, PlainText, UtcDateTime, column
 
@@ -114,8 +114,8 @@ class Checkpoint(Base):
     the lineage are left. `deleted_clocks` are the times of other clocks than the host's at the deletion. `files` and
     `files_nbytes` are the number and bytes of a foreign checkpoint's files. Digests are in the block `digest_block`.
     `document_revision` is the revision that the document beside the checkpoint should have, `document_written` the one
-    that it has. `content` is the hash from `manifest_content`, by which another checkpoint with the same id is
-    recognised; NULL for foreign ones.
+    that it has, `document_due` the difference. `content` is the hash from `manifest_content`, by which another
+    checkpoint with the same id is recognised; NULL for foreign ones.
     """
 
     __tablename__ = "checkpoint"
@@ -147,6 +147,7 @@ class Checkpoint(Base):
     digest_block = column(Integer, index=True)
     document_revision = column(Integer)
     document_written = column(Integer)
+    document_due = column(Integer, Computed("document_revision - document_written", persisted=True), index=True)
 
 
 class Digest(Base):

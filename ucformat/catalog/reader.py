@@ -56,6 +56,12 @@ class CatalogReader:
         """The user and host that the audit log records."""
         return stamp.make_stamp().who
 
+    @property
+    def empty(self) -> bool:
+        """Whether no checkpoint was ever recorded."""
+        with self._database.reading() as c:
+            return search.is_empty(c)
+
     def close(self) -> None:
         """Close the connections."""
         self._database.close()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy import ColumnElement, Connection, Select
     from sqlalchemy.sql.compiler import SQLCompiler
 
     from ucformat.catalog.stamp import Stamp
@@ -31,6 +31,7 @@ __all__ = [
     "MAX_IN_LIST",
     "TOUCHED",
     "EventEntry",
+    "all_blocks",
     "event",
     "events",
     "get_or_insert",
@@ -231,6 +232,14 @@ def starts_with(column: Any, text: str) -> ColumnElement[bool]:
 
 
 _LAST, _SURROGATES, _AFTER_SURROGATES = 0x10FFFF, 0xD800, 0xE000  # code points; surrogates are no text
+
+
+def all_blocks() -> Select[Any]:
+    """The numbers of the blocks of digests: from 0 to the last one, for one search in each."""
+    last = sa.select(sa.func.max(Checkpoint.digest_block)).scalar_subquery()
+    numbers = sa.select(sa.literal(0).label("block")).cte(recursive=True)
+    numbers = numbers.union_all(sa.select(numbers.c.block + 1).where(numbers.c.block < last))
+    return sa.select(numbers.c.block)
 
 
 def insert_rows(

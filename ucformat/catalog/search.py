@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.filter.syntax import Sort
 
-__all__ = ["NEWEST", "count_checkpoints", "find_serials"]
+__all__ = ["NEWEST", "count_checkpoints", "find_serials", "is_empty"]
 
 #: The default order (`catalog.newest`).
 NEWEST = "newest"
@@ -149,7 +149,18 @@ def count_checkpoints(connection: Connection, where: str, now: datetime, *, dele
         deleted: include those that are no longer committed, as a filter on `state` does.
     """
     conditions = _where(connection, where, now, deleted=deleted).all(connection)
+    if len(conditions) == 1 and conditions[0] is _COMMITTED:
+        conditions = (Checkpoint.state == "committed",)  # whose index has all that is counted
     return connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*conditions)).scalar_one()
+
+
+def is_empty(connection: Connection) -> bool:
+    """Whether there is no checkpoint at all.
+
+    Args:
+        connection: a transaction.
+    """
+    return connection.scalar(sa.select(Checkpoint.serial).limit(1)) is None
 
 
 @dataclass(frozen=True)

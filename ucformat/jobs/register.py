@@ -165,7 +165,7 @@ def reindex(
     if empty and not forget:
         check_listed(store, catalog)
     folders = [] if empty else search(store.list())
-    how = How(trust=trust_documents or not catalog.count(deleted=True))
+    how = How(trust=trust_documents or catalog.empty)
     done = record_all(catalog, _open_below(store, folders, options), how, progress)
     missing, reopened = _missing(known, [u for u, _ in done.present] + [f.url for f in done.failures], options)
     more = record_all(catalog, reopened, how, None)

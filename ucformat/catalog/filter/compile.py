@@ -38,7 +38,7 @@ from ucformat.catalog.models import (
     Tensor,
     Verification,
 )
-from ucformat.catalog.rows import unindexed
+from ucformat.catalog.rows import all_blocks, unindexed
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -150,8 +150,7 @@ def _last_verified(condition: ColumnElement[bool]) -> ColumnElement[bool]:
 
 def _with_digest(condition: ColumnElement[bool]) -> ColumnElement[bool]:
     """One index search for each block, if the condition names the digest."""
-    blocks = select(Checkpoint.__table__.alias().c.digest_block)
-    return Checkpoint.serial.in_(select(Digest.checkpoint).where(Digest.block.in_(blocks), condition))
+    return Checkpoint.serial.in_(select(Digest.checkpoint).where(Digest.block.in_(all_blocks()), condition))
 
 
 _FIRST, _LAST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
