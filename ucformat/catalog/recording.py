@@ -141,7 +141,7 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
         }
         for (i, f), config, structure, block in zip(new.items(), configs, structures, blocks, strict=True)
     ]
-    insert = sa.insert(Checkpoint).returning(Checkpoint.id, Checkpoint.serial, sort_by_parameter_order=True)
+    insert = sa.insert(Checkpoint).returning(Checkpoint.id, Checkpoint.serial)
     serials: dict[str, int] = dict(connection.execute(insert, rows).all())
     add_digests(connection, {serials[i]: f.manifest.tensors for i, f in new.items()})
     forms = [(serials[i], f.manifest.digest) for i, f in new.items() if f.kind == "ucformat" and f.manifest.digest]
