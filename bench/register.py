@@ -1,8 +1,8 @@
-"""Registering a tree of steps for the first time, again, and again in full; and one that very many others need.
+"""Registering trees of steps for the first time, again, and again in full; and one that very many others need.
 
-`python -m bench.register [--steps N] [--dependents N] [--without-postgres]`. By default 1,000 tiny steps, half of them
-DeepSpeed's of two ranks and half universal ones; each `ucp register -r` is a process. Then a catalog with one
-checkpoint, and 100,000 virtual ones that need it. PostgreSQL, on the same machine, syncs every commit.
+`python -m bench.register [--steps N] [--dependents N] [--without-postgres]`. By default 1,000 tiny steps of DeepSpeed's
+of two ranks and 27 tensors, then as many of which half are universal ones; each `ucp register -r` is a process. Then a
+catalog with one checkpoint, and 100,000 virtual ones that need it. PostgreSQL, on the same machine, syncs every commit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import resource
 import shutil
 import tempfile
 import time
@@ -36,11 +35,19 @@ from ucformat.format.structure import manifest_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-ASKED = 60  # processor seconds for the first pass over 10,000 steps
+ASKED = {"first": 60, "again": 3}  # processor seconds for 10,000 steps of DeepSpeed's
 BASE = "/checkpoints/run00/step0"
 
 
-def make_tree(folder: Path, steps: int) -> None:
+def make_deepspeed(folder: Path, steps: int) -> None:
+    """So many steps of ten runs, each of a model with 27 parameters in three states, and with its own content."""
+    names = [f"model.layers.{i // 9}.part{i % 9}.weight" for i in range(27)]
+    for step in range(steps):
+        arrays = {(n, s): np.full((4, 6), step, np.float32) for n in names for s in FLAT}
+        write_zero3(folder / f"run{step % 10}", arrays, 2, step)
+
+
+def make_both(folder: Path, steps: int) -> None:
     """So many steps, half of them DeepSpeed's and half copies of a universal one, each with its own content or id."""
     arrays = {(n, s): np.arange(24, dtype=np.float32).reshape(4, 6) for n in "ab" for s in FLAT}
     first = folder / "first" / "step-0"
@@ -53,30 +60,20 @@ def make_tree(folder: Path, steps: int) -> None:
         (place / "manifest.json").write_bytes(manifest_bytes(another))
 
 
-def registering(folder: Path, steps: int) -> float:
-    """Print what each pass cost; processor seconds of the first one."""
-    make_tree(folder / "tree", steps)
+def registering(folder: Path, steps: int, what: str) -> dict[str, float]:
+    """Print what each pass cost; processor seconds of each, for 10,000 steps."""
     time.sleep(0.2)  # files that were changed a moment ago are not passed over
-    command = [ours(), "-m", "ucformat.cli", "register", "-r", str(folder / "tree"), "-q"]
-    command += ["--catalog", f"sqlite:///{folder}/catalog.db"]
-    rows, first = [], 0.0
-    for what, more in (("first", []), ("again", []), ("again, with `--rescan`", ["--rescan"])):
-        before = _processor()
-        wall = run([*command, *more]).seconds
-        spent = _processor() - before
-        found = len((OUT / "command.log").read_text().split())
-        if found != steps:
-            raise SystemExit(f"{found} of {steps} were registered")
-        first = first or spent
-        rows.append([what, f"{spent:.1f}", f"{wall:.1f}", f"{spent / steps * 1e4:.0f}"])
-    head = [f"`ucp register -r` of {steps:,} steps", "processor seconds", "seconds", "processor seconds for 10,000"]
+    command = [ours(), "-m", "ucformat.cli", "register", "-r", str(folder), "-q", "--catalog", f"sqlite:///{folder}.db"]
+    rows, found = [], {}
+    for name, more in (("first", []), ("again", []), ("again, with `--rescan`", ["--rescan"])):
+        done = run([*command, *more])
+        if (number := len((OUT / "command.log").read_text().split())) != steps:
+            raise SystemExit(f"{number} of {steps} were registered")
+        found[name] = done.processor / steps * 1e4
+        rows.append([name, *(f"{n:.1f}" for n in (done.processor, done.seconds, found[name])), f"{done.peak >> 20}"])
+    head = [f"{steps:,} {what}", "processor seconds", "seconds", "processor seconds for 10,000", "MiB"]
     print(table(head, rows))
-    return first / steps * 1e4
-
-
-def _processor() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return found
 
 
 def needing(urls: Mapping[str, str], dependents: int) -> dict[str, float]:
@@ -134,7 +131,11 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ucp-bench-")))
         OUT.mkdir(parents=True, exist_ok=True)
-        first = registering(folder, given.steps)
+        make_deepspeed(folder / "deepspeed", given.steps)
+        spent = registering(folder / "deepspeed", given.steps, "steps of DeepSpeed's")
+        make_both(folder / "both", given.steps)
+        print()
+        registering(folder / "both", given.steps, "steps, half of them universal")
         print(f"\nLoad average: {os.getloadavg()[0]:.1f}.\n")
         urls = {"SQLite": f"sqlite:///{folder}/needed.db"}
         if not given.without_postgres:
@@ -146,8 +147,8 @@ def main() -> None:
         print()
         print(
             targets(
-                ("processor seconds for 10,000 steps, first", f"<= {ASKED}", first),
-                *((f"{what}, {name}", "<= 1", spent) for name, spent in refusals.items()),
+                *((f"processor seconds for 10,000 steps, {n}", f"<= {most}", spent[n]) for n, most in ASKED.items()),
+                *((f"{what}, {name}", "<= 1", seconds) for name, seconds in refusals.items()),
             )
         )
 
