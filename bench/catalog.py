@@ -74,14 +74,16 @@ class Bench:
     plan: Plan
     filled: float
     times: dict[str, list[float]] = field(default_factory=dict)
+    processor: dict[str, list[float]] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def timed(self, what: str, call: Callable[[], Any]) -> Any:
-        """Call, and note how long it took."""
-        begun = time.perf_counter()
+        """Call, and note how long it took, and how long the processor worked in this process."""
+        begun, spent = time.perf_counter(), time.process_time()
         found = call()
         self.times.setdefault(what, []).append((time.perf_counter() - begun) * 1e3)
+        self.processor.setdefault(what, []).append((time.process_time() - spent) * 1e3)
         return found
 
     def round(self) -> None:
@@ -241,6 +243,8 @@ def measure(benches: list[Bench], mlflow: Mlflow | None, rounds: int) -> None:
         if not n:
             for each in (*benches, *((mlflow,) if mlflow else ())):
                 each.times.clear()
+            for bench in benches:
+                bench.processor.clear()
     assert len({tuple(b.found["find"]) for b in benches}) == 1
 
 
@@ -264,11 +268,12 @@ def report(plan: Plan, benches: Mapping[str, Bench], mlflow: Mlflow | None, roun
             LABELS[what].format(**words),
             f"< {ASKED[what]}" if what in ASKED else "",
             *(f"{median(b.times[what]):.1f} ({max(b.times[what]):.1f})" for b in benches.values()),
+            f"{median(first.processor[what]):.1f}" if what in first.processor else "",
         ]
         for what in LABELS
         if what in first.times
     ]
-    print(table(["", "target", *benches], rows))
+    print(table(["", "target", *benches, f"{next(iter(benches))}, processor"], rows))
     if mlflow is None:
         return
     print(

@@ -191,6 +191,11 @@ def purgeable(catalog: Catalog) -> None:
     purge(catalog, row.id)
 
 
+def restore(catalog: Catalog) -> None:
+    catalog.delete("run7@8")
+    catalog.restore("run7@8")
+
+
 def document(catalog: Catalog) -> None:
     with catalog.database.reading() as c:
         doc = compose(c, resolve(c, parse_ref("run7@3")), "/data/run7/3")
@@ -212,6 +217,7 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "aliases": lambda c: c.aliases(),
     "contradiction": lambda c: c.contradiction(manifest(103, step=7), "/data/run7/3"),
     "count": lambda c: [c.count(where) for where in FILTERS],
+    "count_few": lambda c: [c.count_few(where) for where in FILTERS],
     "delete": lambda c: c.delete("run7@8"),
     "diff": lambda c: c.diff("run7@1", "run7@2"),
     "events": lambda c: (c.events(), c.events("run7@1")),
@@ -234,7 +240,7 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "record": record,
     "record_all": lambda c: c.record_all([Found(manifest(n, step=n), f"/data/many/{n}") for n in range(6000, 6010)]),
     "release": lambda c: c.release("run7@4"),
-    "restore": lambda c: (c.delete("run7@8"), c.restore("run7@8")),
+    "restore": restore,
     "retain": apply_retention,
     "sql": lambda c: c.sql("select id from checkpoint limit 1", trust_role=True),
     "tag": lambda c: c.tag("run7@8", "kept"),

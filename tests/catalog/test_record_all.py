@@ -55,7 +55,7 @@ def scenario(seed: int) -> list[Found]:
     pick.shuffle(docs)
     found = []
     for doc in docs:
-        kind = {} if doc.step % 3 else {"kind": "deepspeed", "files": (2, 100)}
+        kind: dict[str, Any] = {} if doc.step % 3 else {"kind": "deepspeed", "files": (2, 100)}
         for place in pick.sample([f"/data/run7/{doc.step}", "/data/run7/1", "/data/copy/2", "/data/copy/3"], 2):
             run = pick.choice([None, None, "given"])
             found.append(Found(doc, place, run=run, listing=pick.choice([None, "x"]), **kind))

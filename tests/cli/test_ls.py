@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from tests.cli.conftest import LONG_RUN, object_of
 
@@ -47,6 +48,8 @@ def test_json_and_ids(run: Run, catalog: Path, entry: Callable[[str], Entry]) ->
 
 def test_people_are_told_that_there_are_more(run: Run, catalog: Path) -> None:
     assert run("ls", "-n", 2).stderr == "note: 2 of 4 checkpoints; -n 4 shows more, or a narrower filter\n"
+    with mock.patch("ucformat.catalog.search.count_checkpoints", return_value=None):  # too many to count
+        assert run("ls", "-n", 2).stderr == "note: the first 2; -n 4 shows more, or a narrower filter\n"
     assert run("ls", "-n", 2, "--offset", 2).stderr == ""
     assert run("ls", "-n", 4).stderr == ""
     assert run("ls", "-n", 0).stderr == ""

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.jobs.conftest import foreign, universal
 from tests.patience import PATIENCE
 from ucformat.catalog.catalog import Catalog
+from ucformat.catalog.recording import Found
 from ucformat.jobs import batches
 from ucformat.jobs.register import register
 
@@ -36,6 +37,7 @@ def tree(tmp_path: Path) -> Path:
 PROGRAM = """
 import sys
 from ucformat.catalog.catalog import Catalog
+from ucformat.catalog.recording import Found
 from ucformat.jobs import batches
 from ucformat.jobs.register import register
 batches._TOGETHER = 3
@@ -83,11 +85,11 @@ def test_one_that_is_refused_fails_no_other_of_its_batch(
     with Catalog(f"sqlite:///{tmp_path}/catalog.db") as catalog:
         register(other.url, catalog)
         text = manifest.read_text()
-        real = batches.Found
 
-        def stolen(doc: object, *args: object) -> object:  # as if its id were that of another checkpoint
-            same = doc.model_copy(update={"id": other.id}) if doc.step == 5 and args[1] == "ucformat" else doc  # type: ignore[attr-defined]
-            return real(same, *args)  # type: ignore[arg-type]
+        def stolen(doc: Any, url: str, kind: str, *more: Any) -> Found:  # as if its id were that of another checkpoint
+            if doc.step == 5 and kind == "ucformat":
+                doc = doc.model_copy(update={"id": other.id})
+            return Found(doc, url, kind, *more)
 
         monkeypatch.setattr(batches, "Found", stolen)
         found = register(tree, catalog, recursive=True)

@@ -82,7 +82,7 @@ class Catalog(CatalogReader):
         stamp = make_stamp()
 
         def work(c: Connection) -> Entry:
-            return load_entries(c, recording.record(c, [found], stamp), stamp.now)[0]
+            return load_entries(c, recording.record_all(c, [found], stamp), stamp.now)[0]
 
         return self._write(work)
 
@@ -99,7 +99,7 @@ class Catalog(CatalogReader):
 
         def work(c: Connection) -> None:
             for at in range(0, len(normal), MAX_IN_LIST):
-                recording.record(c, normal[at : at + MAX_IN_LIST], stamp)
+                recording.record_all(c, normal[at : at + MAX_IN_LIST], stamp)
 
         self._write(work)
 

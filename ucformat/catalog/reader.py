@@ -116,7 +116,20 @@ class CatalogReader:
             UsageError: as in `find`.
         """
         with self._database.reading() as c:
-            return search.count_checkpoints(c, where, stamp.now(), deleted=deleted)
+            return search.count_checkpoints(c, where, stamp.now(), deleted=deleted) or 0
+
+    def count_few(self, where: str = "", *, deleted: bool = False) -> int | None:
+        """As `count`, but None if more than 20,000 checkpoints would have to be tested.
+
+        Args:
+            where: the filter (default: all checkpoints).
+            deleted: as for `count`.
+
+        Raises:
+            UsageError: as in `find`.
+        """
+        with self._database.reading() as c:
+            return search.count_checkpoints(c, where, stamp.now(), deleted=deleted, most=20_000)
 
     def get(self, ref: str) -> Entry:
         """Look up a checkpoint.

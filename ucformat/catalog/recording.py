@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.stamp import Stamp
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["Found", "add_verification", "forget", "record", "record_location", "set_run"]
+__all__ = ["Found", "add_verification", "forget", "record", "record_all", "record_location", "set_run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,34 @@ class Found:
     listing: str | None = None
 
 
-def record(connection: Connection, found: Sequence[Found], stamp: Stamp) -> list[int]:
+def record(
+    connection: Connection,
+    manifest: Manifest,
+    url: str,
+    *,
+    kind: str,
+    run: str | None,
+    files: tuple[int, int] | None,
+    stamp: Stamp,
+) -> int:
+    """Record one checkpoint at a place, as `record_all` does.
+
+    Args:
+        connection: a transaction that writes.
+        manifest: as in `Found`.
+        url: as in `Found`.
+        kind: as in `Found`.
+        run: as in `Found`.
+        files: as in `Found`.
+        stamp: the user and time of the operation.
+
+    Returns:
+        The serial of the checkpoint.
+    """
+    return record_all(connection, [Found(manifest, url, kind, run, files)], stamp)[0]
+
+
+def record_all(connection: Connection, found: Sequence[Found], stamp: Stamp) -> list[int]:
     """Record checkpoints at places. If the id of one is known, only the place is added, with two exceptions.
 
     A checkpoint that `materialize` converted gets the digests of its arrays. A foreign one gets the configuration and
@@ -118,7 +145,7 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
             "id": i,
             "kind": f.kind,
             "state": "committed",
-            "run_id": None if names[i] is None else runs[names[i]],
+            "run_id": runs.get(names[i] or ""),
             "step": f.manifest.step,
             "commits": f.manifest.commits,
             "created": _created(f.manifest),

@@ -224,11 +224,12 @@ def starts_with(column: Any, text: str) -> ColumnElement[bool]:
     Returns:
         The condition.
     """
+    begins: ColumnElement[bool] = column >= text
     kept = text.rstrip(chr(_LAST))  # no character comes after the last one
     if not kept:
-        return column >= text
+        return begins
     after = ord(kept[-1]) + 1
-    return sa.and_(column >= text, column < kept[:-1] + chr(_AFTER_SURROGATES if after == _SURROGATES else after))
+    return sa.and_(begins, column < kept[:-1] + chr(_AFTER_SURROGATES if after == _SURROGATES else after))
 
 
 _LAST, _SURROGATES, _AFTER_SURROGATES = 0x10FFFF, 0xD800, 0xE000  # code points; surrogates are no text

@@ -72,7 +72,7 @@ _WALKED = (1_000, 5_000, 20_000)
 
 def _newest_first(connection: Connection, conditions: _Conditions, count: int | None) -> Select[Any]:
     """The query for at least so many of the newest checkpoints that match, in order."""
-    columns = sa.select(Checkpoint.serial, Checkpoint.run_id, Checkpoint.step, Checkpoint.commits)
+    columns: Any = sa.select(Checkpoint.serial, Checkpoint.run_id, Checkpoint.step, Checkpoint.commits)
     for walked in _WALKED if count is not None and conditions.committed else ():
         if (found := conditions.few(connection, walked // 4)) is not None:  # the newest lie side by side
             return select_newest_first(*found)
@@ -139,7 +139,9 @@ def _first_by_metric(
     return chosen.order_by(*order)
 
 
-def count_checkpoints(connection: Connection, where: str, now: datetime, *, deleted: bool) -> int:
+def count_checkpoints(
+    connection: Connection, where: str, now: datetime, *, deleted: bool, most: int | None = None
+) -> int | None:
     """Count the checkpoints that match a filter.
 
     Args:
@@ -147,11 +149,24 @@ def count_checkpoints(connection: Connection, where: str, now: datetime, *, dele
         where: the filter; empty for all checkpoints.
         now: the time that ages and holds refer to.
         deleted: include those that are no longer committed, as a filter on `state` does.
+        most: how many checkpoints to test at most (None: all).
+
+    Returns:
+        The number; None if more would have to be tested. Without a filter, none are.
     """
-    conditions = _where(connection, where, now, deleted=deleted).all(connection)
-    if len(conditions) == 1 and conditions[0] is _COMMITTED:
-        conditions = (Checkpoint.state == "committed",)  # whose index has all that is counted
-    return connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*conditions)).scalar_one()
+    conditions = _where(connection, where, now, deleted=deleted)
+    found: Sequence[ColumnElement[bool]] | None
+    if most is None or not where.strip():
+        found = conditions.all(connection)
+    else:
+        found = conditions.few(connection, most)
+        everything = sa.select(sa.func.count()).select_from(sa.select(Checkpoint.serial).limit(most + 1).subquery())
+        if found is None and connection.execute(everything).scalar_one() > most:
+            return None
+        found = found or conditions.each
+    if len(found) == 1 and found[0] is _COMMITTED:
+        found = (Checkpoint.state == "committed",)  # whose index has all that is counted
+    return connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*found)).scalar_one()
 
 
 def is_empty(connection: Connection) -> bool:

@@ -237,7 +237,9 @@ def ls(
     with opened_catalog() as catalog:
         found = catalog.find(where, sort=sort, limit=limit or None, offset=offset, deleted=deleted)
         full = limit and len(found) == limit
-        total = catalog.count(where, deleted=deleted) if full or offset else len(found)
+        total: int | None = len(found)
+        if full or offset:  # counting may take longer than finding
+            total = (catalog.count if out.as_json else catalog.count_few)(where, deleted=deleted)
         for column in chosen or ():
             if column.path and column.empty(found):
                 _check_known(catalog, column.key, out)
@@ -249,7 +251,9 @@ def ls(
     if sort == NEWEST:
         for text in contradictions(found, lambda entry: entry.name):
             out.warn(text)
-    if full and total > offset + len(found):
+    if full and total is None:
+        out.note(f"the first {count(len(found))}; -n {2 * len(found)} shows more, or a narrower filter")
+    elif full and total is not None and total > offset + len(found):
         out.note(f"{count(len(found))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a narrower filter")
 
 
@@ -258,7 +262,7 @@ def _check_known(catalog: Catalog, key: str, out: Output) -> None:
     from ucformat.errors import UsageError
 
     try:
-        catalog.count(f"{key} is null")
+        catalog.find(f"{key} is null", limit=1)
     except UsageError as error:
         out.note(f"{error.message.splitlines()[0]}{f'; {error.hint}' if error.hint else ''}")
 
