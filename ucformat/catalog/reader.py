@@ -119,7 +119,7 @@ class CatalogReader:
             return search.count_checkpoints(c, where, stamp.now(), deleted=deleted) or 0
 
     def count_few(self, where: str = "", *, deleted: bool = False) -> int | None:
-        """As `count`, but None if more than 20,000 checkpoints would have to be tested.
+        """As `count`, but None if more than 10,000 checkpoints would have to be tested.
 
         Args:
             where: the filter (default: all checkpoints).
@@ -129,7 +129,7 @@ class CatalogReader:
             UsageError: as in `find`.
         """
         with self._database.reading() as c:
-            return search.count_checkpoints(c, where, stamp.now(), deleted=deleted, most=20_000)
+            return search.count_checkpoints(c, where, stamp.now(), deleted=deleted, most=10_000)
 
     def get(self, ref: str) -> Entry:
         """Look up a checkpoint.

@@ -152,11 +152,11 @@ def count_checkpoints(
         most: how many checkpoints to test at most (None: all).
 
     Returns:
-        The number; None if more would have to be tested. Without a filter, none are.
+        The number; None if more would have to be tested.
     """
     conditions = _where(connection, where, now, deleted=deleted)
     found: Sequence[ColumnElement[bool]] | None
-    if most is None or not where.strip():
+    if most is None:
         found = conditions.all(connection)
     else:
         found = conditions.few(connection, most)
