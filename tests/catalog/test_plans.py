@@ -45,7 +45,7 @@ FILTERS = (
 WHOLE = {
     r"FROM event LEFT OUTER JOIN checkpoint .* ORDER BY event.id DESC": "stops at the limit, from the end",
     r"FROM metric \nWHERE metric.name = [^\n]+\n LIMIT": "stops at the first; PostgreSQL knows that there are many",
-    r"^SELECT checkpoint.serial \nFROM checkpoint ?\n LIMIT": "one row",
+    r"SELECT checkpoint.serial( AS serial)? \nFROM checkpoint ?\n LIMIT": "stops at the limit",
     r"max\(checkpoint.digest_block\)": "the end of an index",
     r"FROM reached|AS reached": "PostgreSQL cannot estimate the length of a lineage; see the figures of the benchmark",
     r"^SELECT count\(\*\) AS count_1 \nFROM checkpoint \nWHERE \S+ = [^\n]+$": "`ucp ls` says how many there are",
