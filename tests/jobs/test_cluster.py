@@ -19,6 +19,7 @@ import ucformat
 from tests.jobs.dask_cluster import ROOT, cluster
 from tests.jobs.test_parts import SIZES, same_content, source_of
 from tests.patience import PATIENCE
+from ucformat.catalog.catalog import Catalog
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import ChecksumError, Conflict, NotFound, UcformatError, UsageError
 from ucformat.geometry.layout import Layout
@@ -168,3 +169,26 @@ def test_the_commands_of_the_guide(workers: str, tmp_path: Path) -> None:
     places = [ucformat.open(tmp_path / f"universal{kind}") for kind in ("", "-by-ranks", "-by-parts")]
     for place in places[1:]:
         same_content(places[0], place)
+
+
+def test_register_a_tree(workers: str, tmp_path: Path) -> None:
+    for step in range(7):
+        source = source_of(tmp_path / "scratch" / str(step), step)
+        (tmp_path / "tree" / f"run{step % 2}").mkdir(parents=True, exist_ok=True)
+        source.rename(tmp_path / "tree" / f"run{step % 2}" / f"global_step{step}")
+    ucformat.convert(tmp_path / "tree" / "run0" / "global_step0", tmp_path / "tree" / "universal", **SIZES)
+    (tmp_path / "tree" / "damaged").mkdir()
+    (tmp_path / "tree" / "damaged" / "manifest.json").write_text("{")
+    found = {}
+    for kind in ("here", "there", "parts"):
+        with Catalog(f"sqlite:///{tmp_path}/{kind}.db") as catalog:
+            wheres = {"here": ["threads"], "there": [workers], "parts": ["part:0/3", "part:2/3", "part:1/3"]}[kind]
+            done = [ucformat.register(tmp_path / "tree", catalog, recursive=True, on=on) for on in wheres]
+            found[kind] = {(e.id, e.kind, e.urls, e.nbytes, e.step, e.created) for d in done for e in d.entries}
+            assert [f.url for d in done for f in d.failures] == [str(tmp_path / "tree" / "damaged")]
+            again = ucformat.register(tmp_path / "tree", catalog, recursive=True, on=wheres[0])
+            assert set(again.ids) <= {entry[0] for entry in found[kind]}
+            with pytest.raises(UsageError, match="nothing to register"):
+                ucformat.register(tmp_path / "tree", catalog, on="part:0/2")
+    assert len(found["here"]) == 8
+    assert found["here"] == found["there"] == found["parts"]

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ucformat.catalog.recording import Found
 from ucformat.catalog.refs import same_url
 from ucformat.errors import UcformatError
 from ucformat.jobs.run import naming_place
+from ucformat.schema.documents import CatalogDoc
+from ucformat.schema.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.schema.documents import CatalogDoc
-    from ucformat.schema.manifest import Manifest
 
 __all__ = ["Done", "Failure", "How", "Opened", "OpenedCheckpoint", "record_all"]
 
@@ -44,6 +45,26 @@ class OpenedCheckpoint:
     files: tuple[int, int] | None
     doc: CatalogDoc | None
     keys: tuple[str, ...] | None
+
+    def dump(self) -> str:
+        """As JSON, for another process."""
+        doc = None if self.doc is None else self.doc.model_dump(mode="json")
+        manifest = self.manifest.model_dump_json()
+        return json.dumps({**{f.name: getattr(self, f.name) for f in fields(self)}, "doc": doc, "manifest": manifest})
+
+    @classmethod
+    def parse(cls, text: str) -> OpenedCheckpoint:
+        """The checkpoint that `dump` has written.
+
+        Args:
+            text: the JSON.
+        """
+        found = json.loads(text)
+        doc = None if found["doc"] is None else CatalogDoc.model_validate(found["doc"])
+        manifest = Manifest.model_validate_json(found["manifest"])
+        files = None if found["files"] is None else (int(found["files"][0]), int(found["files"][1]))
+        keys = None if found["keys"] is None else tuple(found["keys"])
+        return cls(found["url"], found["kind"], manifest, files, doc, keys)
 
 
 #: A place, its checkpoint or the reason why it cannot be opened, and how many places are left.

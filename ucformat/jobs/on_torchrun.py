@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ucformat.jobs.tasks import Job
 
-__all__ = ["is_first", "run_in_torchrun", "take_turns"]
+__all__ = ["is_first", "rank_and_size", "run_in_torchrun", "take_turns"]
 
 T = TypeVar("T")
 
@@ -28,7 +28,12 @@ _ASK_S = 0.2
 _calls = count()  # of this process: each has keys of its own
 
 
-def _rank() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
+    """The rank of this process, and the number of ranks.
+
+    Raises:
+        UsageError: torchrun has not started this process.
+    """
     try:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
@@ -39,7 +44,7 @@ def _rank() -> tuple[int, int]:
 
 def is_first() -> bool:
     """Whether this process is rank 0."""
-    return _rank()[0] == 0
+    return rank_and_size()[0] == 0
 
 
 _stores: list[Any] = []
@@ -83,7 +88,7 @@ def run_in_torchrun(job: Job, workers: int | None, advance: Callable[[int], None
     Yields:
         Records of what was done; on rank 0 those of all ranks.
     """
-    rank, size = _rank()
+    rank, size = rank_and_size()
     store, call = _store(), next(_calls)
     mine = (task for task in part_of(job, rank, size) if task not in job.finished)
     done, told = f"{call}/bytes", f"{call}/told"

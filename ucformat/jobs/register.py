@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+from zlib import crc32
 
 from ucformat.catalog.entries import load_by_id
 from ucformat.catalog.refs import same_url
@@ -18,7 +20,10 @@ from ucformat.format.commit import MANIFEST
 from ucformat.jobs.batches import Failure, How, Opened, OpenedCheckpoint, record_all
 from ucformat.jobs.documents import find_document, write_documents
 from ucformat.jobs.listing import Tree, check_listed, is_empty, listing_hashes, search
+from ucformat.jobs.reopen import options_of, plain_options
 from ucformat.jobs.run import naming_place
+from ucformat.jobs.tasks import Job
+from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.garbage import gc_paused
 from ucformat.sources.configuration import with_config
 from ucformat.storage.base import exists
@@ -39,6 +44,8 @@ if TYPE_CHECKING:
 __all__ = ["Failure", "Registered", "Reindexed", "register", "reindex"]
 
 _AHEAD = 64  # the most checkpoints that are opened before the first of them is recorded
+_AHEAD_ELSEWHERE = 2048  # the same on a cluster
+_OPENED_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ def register(
     rescan: bool = False,
     trust_documents: bool = False,
     options: Mapping[str, Any] | None = None,
+    on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
 ) -> Registered:
     """Record the checkpoints in these places, foreign ones in place; nothing is converted.
@@ -94,19 +102,24 @@ def register(
             checkpoints are read, too.
         options: facts that the files of foreign checkpoints lack, as in `ucformat.open`. They are not recorded, and
             must be given again to open one of these.
+        on: with `recursive`, where checkpoints are opened, as for `convert`. Each part, and each process of torchrun,
+            records its own folders in the catalog; there is nothing to commit.
         progress: called with the checkpoints done and in all.
 
     Raises:
         UsageError: `config` is given for a universal checkpoint, whose manifest has it.
         NotFound: one of the places is empty, or has no checkpoint.
     """
+    where = Where.parse(on)
+    if where.kind == "commit" or (where != HERE and not recursive):
+        raise UsageError(f"there is nothing to register on {on!r}", hint="with recursive=True (-r), parts record alone")
     places = as_strings(places)
-    trees = [_search_tree(p) for p in places] if recursive else []
+    trees = [_part_of(_search_tree(p), where) for p in places] if recursive else []
     known: dict[str, str] = {}
     for tree in () if rescan or run or config or metrics or options or trust_documents else trees:
         known |= _unchanged(catalog, tree)
     unknown = [(t.store, [f for f in t.folders if t.url(f) not in known]) for t in trees]
-    below = (f for store, folders in unknown for f in _open_below(store, folders, options))
+    below = (f for store, folders in unknown for f in _open_below(store, folders, options, where))
     opened = below if recursive else _open_all(places, options)
     if config:
         opened = ((root, _with_config(found, config), left) for root, found, left in opened)
@@ -221,23 +234,41 @@ def _search_tree(place: str) -> Tree:
     return Tree(store, folders, listing_hashes(store, folders, infos, begun))
 
 
-def _open_below(store: Store, folders: list[str], options: Mapping[str, Any] | None) -> Iterator[Opened]:
+def _part_of(tree: Tree, where: Where) -> Tree:
+    """The folders of one part: the outermost ones are dealt by a hash of their names."""
+    index, count = where.part
+    if count == 1:
+        return tree
+    groups = _by_outermost(tree.folders)
+    mine = [outer for outer in groups if crc32(outer.encode("utf-8", "surrogatepass")) % count == index]
+    return replace(tree, folders=[folder for outer in mine for folder in (outer, *groups[outer])])
+
+
+def _by_outermost(folders: Iterable[str]) -> dict[str, list[str]]:
+    """The folders inside of each outermost one, which comes before them."""
+    inside: dict[str, list[str]] = {}
+    for folder in folders:
+        last = next(reversed(inside), None)
+        if last is not None and (last == "" or folder.startswith(f"{last}/")):
+            inside[last].append(folder)
+        else:
+            inside[folder] = []
+    return inside
+
+
+def _open_below(
+    store: Store, folders: list[str], options: Mapping[str, Any] | None, where: Where = HERE
+) -> Iterator[Opened]:
     """Open the folders of a place that look like checkpoints, except those that are part of another.
 
     Folders inside of one that turns out not to be a checkpoint are opened after it: any program may write a
     manifest.json. So are folders beside the files of a foreign one: `checkpoint-500/` next to the final model of a run.
     """
     while folders:
-        inside: dict[str, list[str]] = {}  # of each outermost one
-        for folder in folders:
-            last = next(reversed(inside), None)
-            if last is not None and (last == "" or folder.startswith(f"{last}/")):
-                inside[last].append(folder)
-            else:
-                inside[folder] = []
+        inside = _by_outermost(folders)
         folders = []
         roots = {f"{store.url}/{folder}" if folder else store.url: found for folder, found in inside.items()}
-        for root, found, left in _open_all(list(roots), options):
+        for root, found, left in _open_all(list(roots), options, where):
             if isinstance(found, UcformatError):
                 folders += roots[root]
             elif found.keys is not None:
@@ -250,15 +281,76 @@ def _is_part(folder: str, keys: Sequence[str]) -> bool:
     return any(key.startswith(f"{folder}/") for key in keys)
 
 
-def _open_all(roots: Sequence[str], options: Mapping[str, Any] | None) -> Iterator[Opened]:
+def _open_all(roots: Sequence[str], options: Mapping[str, Any] | None, where: Where = HERE) -> Iterator[Opened]:
     """Open them in order, several at a time as soon as requests wait; with each the number of those that are left."""
     try_open = partial(_try_open, options=options)
-    for at in range(0, len(roots), _AHEAD):
-        part = roots[at : at + _AHEAD]
-        with gc_paused():
-            opened = map_io(try_open, part)
+    together = _AHEAD_ELSEWHERE if where.kind == "dask" else _AHEAD
+    for at in range(0, len(roots), together):
+        part = roots[at : at + together]
+        if where.kind == "dask":
+            job = OpenJob(part, options)
+            run_job(job, where)
+            opened = [job.results[task] for task in range(job.count)]
+        else:
+            with gc_paused():
+                opened = map_io(try_open, part)
         for i, (root, found) in enumerate(zip(part, opened, strict=True), at + 1):
             yield root, found, len(roots) - i
+
+
+class OpenJob(Job):
+    """Opens checkpoints on other machines.
+
+    Args:
+        roots: their places.
+        options: facts that the files of foreign ones lack.
+    """
+
+    kind = "register"
+
+    def __init__(self, roots: Sequence[str], options: Mapping[str, Any] | None) -> None:
+        self._roots, self._options = roots, options
+        self.count = len(roots)
+        self.finished = set()
+        self.results: dict[int, OpenedCheckpoint | UcformatError] = {}
+
+    def nbytes(self, task: int) -> int:  # noqa: ARG002 - see Job
+        """See Job: of each the same, so that a batch has about a hundred."""
+        return _OPENED_BYTES
+
+    def run(self, task: int) -> OpenedCheckpoint | UcformatError:
+        """See Job."""
+        return _try_open(self._roots[task], self._options)
+
+    def record(self, results: Mapping[int, OpenedCheckpoint | UcformatError]) -> str:
+        """See Job."""
+        return json.dumps(
+            {
+                task: [found.message, found.hint] if isinstance(found, UcformatError) else found.dump()
+                for task, found in results.items()
+            }
+        )
+
+    def keep(self, record: str) -> None:
+        """Keep nothing: the catalog has what was recorded."""
+
+    def take(self, record: str) -> None:
+        """See Job."""
+        for task, found in json.loads(record).items():
+            failed = isinstance(found, list)
+            self.results[int(task)] = (
+                UcformatError(found[0], hint=found[1]) if failed else OpenedCheckpoint.parse(found)
+            )
+            self.finished.add(int(task))
+
+    def spec(self) -> dict[str, Any]:
+        """See Job."""
+        return {"job": "register:OpenJob", "roots": list(self._roots), "options": plain_options(self._options or {})}
+
+    @classmethod
+    def of_spec(cls, spec: Mapping[str, Any]) -> Self:
+        """See Job."""
+        return cls(spec["roots"], options_of(spec["options"]) or None)
 
 
 def _try_open(root: str, options: Mapping[str, Any] | None) -> OpenedCheckpoint | UcformatError:

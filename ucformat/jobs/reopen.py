@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
 
-__all__ = ["reopen", "spec_of"]
+__all__ = ["options_of", "plain_options", "reopen", "spec_of"]
 
 _LAYOUT = "$layout"  # of an option that is a layout: its document
 
@@ -35,13 +35,12 @@ def spec_of(ck: Checkpoint) -> dict[str, Any]:
     place, options = ck.opened or (ck.url, {})
     if split_url(place)[0] == "memory":
         raise UsageError(f"{place} is in the memory of this process alone", hint="use a place that all machines reach")
-    plain = {k: {_LAYOUT: v.dump()} if isinstance(v, Layout) else v for k, v in options.items()}
     views: list[Any] = []
     source: Any = ck.source
     while getattr(source, "is_view", False):
         views.append([step.model_dump(by_alias=True, mode="json") for _, step in source.steps])
         source = source.base
-    return {"place": place, "options": plain, "views": [steps for steps in reversed(views) if steps]}
+    return {"place": place, "options": plain_options(options), "views": [steps for steps in reversed(views) if steps]}
 
 
 def reopen(spec: Mapping[str, Any]) -> Checkpoint:
@@ -50,10 +49,25 @@ def reopen(spec: Mapping[str, Any]) -> Checkpoint:
     Args:
         spec: from `spec_of`.
     """
-    options = {
-        k: Layout.parse(v[_LAYOUT]) if isinstance(v, dict) and _LAYOUT in v else v for k, v in spec["options"].items()
-    }
-    found = open_reference(spec["place"], options=options or None)
+    found = open_reference(spec["place"], options=options_of(spec["options"]) or None)
     for steps in spec["views"]:
         found = found.view(steps)
     return found
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a source as JSON values.
+
+    Args:
+        options: as for `open_reference`.
+    """
+    return {k: {_LAYOUT: v.dump()} if isinstance(v, Layout) else v for k, v in options.items()}
+
+
+def options_of(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a source.
+
+    Args:
+        plain: from `plain_options`.
+    """
+    return {k: Layout.parse(v[_LAYOUT]) if isinstance(v, dict) and _LAYOUT in v else v for k, v in plain.items()}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ucformat.errors import MissingData, UsageError
 from ucformat.jobs.on_dask import run_on_dask
-from ucformat.jobs.on_torchrun import is_first, run_in_torchrun, take_turns
+from ucformat.jobs.on_torchrun import is_first, rank_and_size, run_in_torchrun, take_turns
 from ucformat.jobs.tasks import part_of, run_here
 
 if TYPE_CHECKING:
@@ -77,6 +77,11 @@ class Where:
     def finishes(self) -> bool:
         """Whether this process finishes the job; of those of torchrun, only rank 0 does."""
         return is_first() if self.kind == "torchrun" else self.kind != "part"
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The number of the part that this process runs, and of all parts; 0 of 1 if it is not one of several."""
+        return rank_and_size() if self.kind == "torchrun" else (self.index, self.count)
 
     def begin(self, begin: Callable[[], T]) -> T:
         """Call a function that begins an attempt: in the processes of torchrun, on rank 0 first.

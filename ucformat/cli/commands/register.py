@@ -19,6 +19,7 @@ from ucformat.cli.ui.options import (
 )
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, plural, table
+from ucformat.cli.ui.where import ON, where_of
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ TRUST = click.option(
 @command
 @click.argument("places", metavar="PLACE…", nargs=-1, required=True)
 @click.option("-r", "--recursive", is_flag=True, help="Also search subfolders.")
+@ON
+@click.option("--part", metavar="I/N", help="With -r: record one of N parts of the folders, I from 0 on.")
 @click.option("--rescan", is_flag=True, help="With -r: also read checkpoints that are recorded and unchanged.")
 @click.option(
     "--run",
@@ -65,6 +68,8 @@ TRUST = click.option(
 def register(
     places: tuple[str, ...],
     recursive: bool,  # noqa: FBT001
+    on: str | None,
+    part: str | None,
     rescan: bool,  # noqa: FBT001
     run: str | None,
     config: dict[str, Any] | None,
@@ -92,7 +97,7 @@ def register(
     from ucformat.cli.program import Interrupted
 
     if virtual:
-        if len(places) != 2 or recursive or rescan or trust_documents:
+        if len(places) != 2 or recursive or rescan or trust_documents or on or part:
             raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
         source = ucformat.open(places[0], view=view, options=options)
         facts = {"run": run, "config": config, "metrics": metrics}
@@ -115,6 +120,7 @@ def register(
                     rescan=rescan,
                     trust_documents=trust_documents,
                     options=options,
+                    on=where_of(on, part),
                     progress=progress,
                 )
             out.result(lambda: _list(found), lambda: _data(found), lambda: found.ids)
