@@ -165,7 +165,8 @@ def run_here(
                     yield records.popleft().result()
         except BaseException:
             with suppress(UcformatError):  # the first error says more
-                kept(pending)
+                if pending:
+                    kept(pending)
             raise
         if pending:
             records.append(recorder.submit(kept if keep_last else job.record, pending))
