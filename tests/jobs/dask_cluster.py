@@ -1,6 +1,6 @@
 """A Dask cluster of real worker processes on this machine: prints the scheduler's address and the workers' processes.
 
-It ends when its input does.
+It ends when its input does. With the configuration of TLS in the environment, it uses that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def cluster(workers: int, memory: str = "auto", **env: str) -> Iterator[tuple[st
         assert process.stdout is not None
         address, *pids = process.stdout.readline().split()
         try:
-            yield address.removeprefix("tcp://"), [int(pid) for pid in pids]
+            yield address.rpartition("//")[2], [int(pid) for pid in pids]
         finally:
             process.communicate("")
 
@@ -35,7 +35,9 @@ def cluster(workers: int, memory: str = "auto", **env: str) -> Iterator[tuple[st
 def main() -> None:
     from distributed import LocalCluster
 
+    secure = "DASK_DISTRIBUTED__COMM__TLS__CA_FILE" in os.environ
     with LocalCluster(
+        protocol="tls" if secure else "tcp",
         n_workers=int(sys.argv[1]),
         threads_per_worker=1,
         memory_limit=sys.argv[2],

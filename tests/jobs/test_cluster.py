@@ -73,6 +73,35 @@ def test_convert_copy_verify_and_resume(workers: str, tmp_path: Path) -> None:
     assert ucformat.verify(tmp_path / "copy", on=workers).problems == ucformat.verify(tmp_path / "copy").problems != ()
 
 
+def test_with_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificates are those of Dask's configuration; without them, the cluster does not answer."""
+    import dask
+    from distributed import Security
+
+    made = Security.temporary()
+    files = {"ca_file": made.tls_ca_file, "cert": made.tls_client_cert, "key": made.tls_client_key}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    settings = {
+        "distributed.comm.tls.ca-file": str(tmp_path / "ca_file"),
+        **{
+            f"distributed.comm.tls.{role}.{n}": str(tmp_path / n)
+            for role in ("client", "scheduler", "worker")
+            for n in ("cert", "key")
+        },
+    }
+    variables = {f"DASK_{k.upper().replace('.', '__').replace('-', '_')}": v for k, v in settings.items()}
+    source = source_of(tmp_path / "src", 31)
+    with cluster(1, **variables) as (address, _):
+        with dask.config.set(settings):
+            ucformat.convert(source, tmp_path / "made", **SIZES, on=f"tls://{address}")
+        monkeypatch.setattr("ucformat.jobs.on_dask._CONNECT_S", 1.0)
+        for on in (f"tls://{address}", f"dask://{address}"):
+            with pytest.raises(UcformatError, match="cannot be reached"):
+                ucformat.convert(source, tmp_path / "other", **SIZES, on=on)
+    same_content(ucformat.convert(source, tmp_path / "whole", **SIZES), ucformat.open(tmp_path / "made"))
+
+
 def test_an_error_of_a_worker_is_the_error_of_the_job(workers: str, tmp_path: Path) -> None:
     source = source_of(tmp_path / "src", 23)
     whole = ucformat.convert(source, tmp_path / "whole", **SIZES)

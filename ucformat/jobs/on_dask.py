@@ -46,7 +46,8 @@ def run_on_dask(job: Job, address: str, advance: Callable[[int], None]) -> Itera
     except ImportError as error:
         raise UnsupportedError(f"Dask is not installed: {error}", hint="pip install 'ucformat[dask]'") from None
 
-    spec = json.dumps(job.spec())
+    token = secrets.token_hex(4)
+    spec = json.dumps({**job.spec(), "run": token})  # workers keep the job of this run, and no earlier one's
     try:
         client = Client(address, timeout=_CONNECT_S, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:  # the last two: an address or certificates that Dask refuses
@@ -59,7 +60,7 @@ def run_on_dask(job: Job, address: str, advance: Callable[[int], None]) -> Itera
         if not slots:
             raise UcformatError(f"the Dask cluster at {address} has no workers", hint="start some, and run it again")
         todo = enumerate(batches(job, slots))
-        name = f"ucformat-{job.kind}-{secrets.token_hex(4)}"
+        name = f"ucformat-{job.kind}-{token}"
 
         waiting: dict[Any, list[int]] = {}
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
 
-__all__ = ["Job", "batches", "part_of", "run_batch", "run_here"]
+__all__ = ["Job", "batches", "deal", "part_of", "run_batch", "run_here"]
 
 _RECORD_BYTES, _RECORD_S = 64 << 20, 1.0  # of finished tasks, after which they are recorded
 _BATCH_BYTES, _BATCH_TASKS = 256 << 20, 1000  # at most, unless one task has more
@@ -174,12 +174,11 @@ def run_here(
             yield one.result()
 
 
-def part_of(job: Job, index: int, count: int) -> Iterator[int]:
-    """The tasks of one part; all parts have about as many bytes.
+def deal(job: Job, count: int) -> list[int]:
+    """The part of each task; all parts have about as many bytes.
 
     Args:
         job: the job.
-        index: the part's, from 0.
         count: of parts.
     """
     loads = [(0, n) for n in range(count)]
@@ -192,7 +191,18 @@ def part_of(job: Job, index: int, count: int) -> Iterator[int]:
         load, part = loads[0]
         heapq.heapreplace(loads, (load + nbytes, part))
         of[group] = part
-    return (task for task in range(job.count) if of[job.group(task)] == index)
+    return [of[job.group(task)] for task in range(job.count)]
+
+
+def part_of(job: Job, index: int, count: int) -> list[int]:
+    """The tasks of one part.
+
+    Args:
+        job: the job.
+        index: the part's, from 0.
+        count: of parts.
+    """
+    return [task for task, part in enumerate(deal(job, count)) if part == index]
 
 
 def batches(job: Job, slots: int) -> Iterator[list[int]]:

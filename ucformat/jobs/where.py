@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from ucformat.errors import MissingData, UsageError
 from ucformat.jobs.on_dask import run_on_dask
 from ucformat.jobs.on_torchrun import is_first, rank_and_size, run_in_torchrun, take_turns
-from ucformat.jobs.tasks import part_of, run_here
+from ucformat.jobs.tasks import deal, part_of, run_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -150,6 +150,6 @@ def _late_parts(job: Job) -> str:
     """The parts whose tasks are not finished, as far as any part has told how many there are."""
     if not job.parts:
         return ""
-    todo = set(job.todo)
-    late = [n for n in range(job.parts) if not todo.isdisjoint(part_of(job, n, job.parts))]
+    part = deal(job, job.parts)
+    late = sorted({part[task] for task in job.todo})
     return f": those of part{'s' * (len(late) != 1)} {', '.join(map(str, late))} of {job.parts}"
