@@ -70,7 +70,7 @@ OPENING: dict[str, Sequence[str]] = {
 OTHERS = {
     *("doctor", "layout schema", "ls", "lineage", "sql", "tag", "untag", "metric", "note", "hold", "release", "link"),
     *("log", "delete", "restore", "retain", "gc", "alias set", "alias rm", "alias list", "alias log"),
-    *("catalog info", "catalog upgrade"),
+    *("cache", "catalog info", "catalog upgrade"),
 }
 ASK = ["--source", "cuts=*adapter*=replicate"]
 

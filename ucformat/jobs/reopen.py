@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UsageError
-from ucformat.geometry.layout import Layout
 from ucformat.references import open_reference
 from ucformat.storage.url import split_url
 
@@ -61,6 +60,10 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         options: as for `open_reference`.
     """
+    if not options:
+        return {}
+    from ucformat.geometry.layout import Layout  # few checkpoints have options
+
     return {k: {_LAYOUT: v.dump()} if isinstance(v, Layout) else v for k, v in options.items()}
 
 
@@ -70,4 +73,8 @@ def options_of(plain: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         plain: from `plain_options`.
     """
+    if not plain:
+        return {}
+    from ucformat.geometry.layout import Layout
+
     return {k: Layout.parse(v[_LAYOUT]) if isinstance(v, dict) and _LAYOUT in v else v for k, v in plain.items()}
