@@ -20,7 +20,6 @@ from ucformat._version import __version__
 from ucformat.errors import NotFound, UcformatError
 from ucformat.format.commit import MANIFEST
 from ucformat.schema.documents import TOMBSTONE
-from ucformat.sources import SOURCES
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -57,6 +56,8 @@ def search(infos: Iterable[Info]) -> list[str]:
     Args:
         infos: the files of a place.
     """
+    from ucformat.sources import SOURCES  # slow to import, and few commands search
+
     folders: set[str] = set()
     markers: dict[str, bool] = {}  # most names are in every step
     for info in infos:
