@@ -50,19 +50,20 @@ class TensorInfo:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        try:
-            (self.name + self.state).encode()
-        except UnicodeEncodeError:
-            raise UsageError(
-                f"the tensor name {self.name!r} ({self.state!r}) is not Unicode text",
-                hint="rename it where it is saved",
-            ) from None
+        if not (self.name.isascii() and self.state.isascii()):
+            try:
+                (self.name + self.state).encode()
+            except UnicodeEncodeError:
+                raise UsageError(
+                    f"the tensor name {self.name!r} ({self.state!r}) is not Unicode text",
+                    hint="rename it where it is saved",
+                ) from None
         if self.dtype not in ITEMSIZE:
             raise UsageError(
                 f"tensor {self.name} ({self.state}) has the unknown dtype {self.dtype!r}",
                 hint=f"known are {', '.join(ITEMSIZE)}",
             )
-        if any(n < 0 for n in self.shape):
+        if min(self.shape, default=0) < 0:
             raise UsageError(f"tensor {self.name} ({self.state}) has the invalid shape {self.shape}")
 
     @property

@@ -78,11 +78,23 @@ class TensorIndex:
         Raises:
             IntegrityError: the index has this name and state already.
         """
-        info = TensorInfo(name, state, dtype, shape)
-        if info.key in self.infos:
-            raise IntegrityError(f"the checkpoint has two tensors {info.key}")
-        self.infos[info.key], self.locate[info.key] = info, locate
-        self.taken.setdefault(name, 1)
+        self.put(TensorInfo(name, state, dtype, shape), locate)
+
+    def put(self, info: TensorInfo, locate: Locate) -> None:
+        """Add a tensor.
+
+        Args:
+            info: the tensor.
+            locate: finds its extents.
+
+        Raises:
+            IntegrityError: the index has this name and state already.
+        """
+        key = info.key
+        if key in self.infos:
+            raise IntegrityError(f"the checkpoint has two tensors {key}")
+        self.infos[key], self.locate[key] = info, locate
+        self.taken.setdefault(info.name, 1)
 
     def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
         """Add a tensor that is stored whole in a file of torch.save.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -109,6 +110,7 @@ def register(
         raise UsageError("--checksums, --overwrite, --unprotected, --ignore-dependent and --view go with --virtual")
     try:
         with opened_catalog() as catalog:
+            gc.freeze()  # of thousands of checkpoints, nothing that is here now is looked through each time
             with out.progress("registering", "checkpoints") as progress:
                 found = ucformat.register(
                     places,

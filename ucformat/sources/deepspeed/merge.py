@@ -56,7 +56,7 @@ class Merged:
         for of in slices:
             for key in of.contents.large:
                 info = of.contents.infos[key]
-                self.contents.add(key.name, key.state, info.dtype, info.shape, of.contents.locate[key])
+                self.contents.put(info, of.contents.locate[key])
 
     def _add(
         self, key: Key, slices: Sequence[Slice], shapes: tuple[tuple[int, ...], ...], sharding: TPSharding
@@ -104,7 +104,7 @@ class Merged:
         known = self.contents.infos.get(key)
         if known is None:
             self._copies[key] = [copy]
-            self.contents.add(key.name, key.state, info.dtype, info.shape, partial(self._locate, key))
+            self.contents.put(info, partial(self._locate, key))
             return
         if known != info:
             raise IntegrityError(
