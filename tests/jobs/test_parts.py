@@ -15,6 +15,7 @@ from tests.fakes import random_array
 from tests.jobs.forks import Forks
 from tests.zero_files import FLAT, write_zero3
 from ucformat.errors import ChecksumError, MissingData, NotACheckpoint, NotFinished, NotFound, UcformatError, UsageError
+from ucformat.jobs.sums import StreamSum
 from ucformat.jobs.tasks import batches, part_of
 from ucformat.jobs.where import Where
 from ucformat.storage.local import LocalStore
@@ -306,3 +307,22 @@ def test_parts_have_about_as_many_bytes(tmp_path: Path) -> None:
 def test_what_is_no_place(on: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"place where tasks run|no part"):
         Where.parse(on)
+
+
+@given(
+    read=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), max_size=8),
+    given_=st.lists(st.tuples(st.integers(-3, 44), st.integers(-1, 6)), max_size=6),
+)
+def test_ranges_are_taken_once(read: list[tuple[int, int]], given_: list[tuple[int, int]]) -> None:
+    one = StreamSum("f", "", 0, 40, 0, castagnoli=True)
+    left = set(range(40))
+    for a, n in read:
+        one.waits -= sum(y - x for x, y in one.claim(a, min(40, a + n)))
+        left -= set(range(a, a + n))
+    ranges = [(a, a + n) for a, n in given_]
+    wanted = [b for a, stop in ranges for b in range(a, stop)]
+    fits = wanted == sorted(set(wanted)) and set(wanted) <= left and all(a < stop for a, stop in ranges)
+    assert one.take(ranges) == fits
+    left -= set(wanted) if fits else set()
+    assert {b for a, stop in one.left for b in range(a, stop)} == left
+    assert one.waits == len(left)

@@ -260,11 +260,10 @@ class StreamVerifier:
             if one is None:
                 continue
             with self._lock:
-                free = all(any(a <= x and y <= b for a, b in one.left) for x, y in doc.ranges)
-                if free:
-                    one.waits -= sum(b - a for x, y in doc.ranges for a, b in one.claim(x, y))
+                taken = one.take(doc.ranges)
+                if taken:
                     one.value ^= doc.value
-                done = free and not one.waits
+                done = taken and not one.waits
             if done and one.value != one.expected:
                 raise self._damaged(one)
 

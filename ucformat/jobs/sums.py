@@ -55,6 +55,31 @@ class StreamSum:
         self.left[first:last] = rest
         return mine
 
+    def take(self, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Mark ranges as read, unless bytes of them have been read before, or they are not in order.
+
+        Args:
+            ranges: the first byte of each, and the byte after its last one.
+
+        Returns:
+            Whether they were marked.
+        """
+        rest: list[tuple[int, int]] = []
+        todo = iter(self.left)
+        free = next(todo, None)
+        for start, stop in ranges:
+            while free is not None and free[1] <= start:
+                rest.append(free)
+                free = next(todo, None)
+            if free is None or not free[0] <= start < stop <= free[1]:
+                return False
+            if free[0] < start:
+                rest.append((free[0], start))
+            free = (stop, free[1]) if stop < free[1] else next(todo, None)
+        self.left = [*rest, *(() if free is None else (free,)), *todo]
+        self.waits -= sum(stop - start for start, stop in ranges)
+        return True
+
 
 class SumPart(NamedTuple):
     """What was read of a checksum: the ranges, and their CRC, shifted to the end of the checksum's bytes."""
