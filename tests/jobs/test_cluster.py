@@ -116,6 +116,17 @@ def test_an_error_of_a_worker_is_the_error_of_the_job(workers: str, tmp_path: Pa
 def test_a_view_and_options_come_along(workers: str, tmp_path: Path) -> None:
     source = source_of(tmp_path / "src", 24)
     steps: list[dict[str, Any]] = [{"rename": "t0", "to": "first"}, {"drop": ["t1"]}]
+    (tmp_path / "view.yaml").write_text("version: 1\nview:\n" + "".join(f"  - {json.dumps(s)}\n" for s in steps))
+    named = ucformat.open(source, view=tmp_path / "view.yaml")
+    same_content(
+        ucformat.convert(named, tmp_path / "named", **SIZES, on=workers),
+        ucformat.convert(
+            named.view([{"rename": "t2", "to": "second"}]).view([{"rename": "second", "to": "t2"}]),
+            tmp_path / "twice",
+            **SIZES,
+            on=workers,
+        ),
+    )
     viewed = ucformat.open(source, view=steps)
     made = ucformat.convert(viewed, tmp_path / "made", **SIZES, on=workers)
     same_content(ucformat.convert(viewed, tmp_path / "whole", **SIZES), made)

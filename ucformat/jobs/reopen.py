@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
 
-__all__ = ["options_of", "plain_options", "reopen", "spec_of"]
+__all__ = ["options_of", "plain_options", "reopen", "spec_of", "views_of"]
 
 _LAYOUT = "$layout"  # of an option that is a layout: its document
 
@@ -34,12 +34,21 @@ def spec_of(ck: Checkpoint) -> dict[str, Any]:
     place, options = ck.opened or (ck.url, {})
     if split_url(place)[0] == "memory":
         raise UsageError(f"{place} is in the memory of this process alone", hint="use a place that all machines reach")
-    views: list[Any] = []
+    return {"place": place, "options": plain_options(options), "views": views_of(ck)}
+
+
+def views_of(ck: Checkpoint) -> list[list[dict[str, Any]]]:
+    """The steps of the views of a checkpoint, the innermost view first, as JSON values.
+
+    Args:
+        ck: the checkpoint.
+    """
+    views: list[list[dict[str, Any]]] = []
     source: Any = ck.source
     while getattr(source, "is_view", False):
         views.append([step.model_dump(by_alias=True, mode="json") for _, step in source.steps])
         source = source.base
-    return {"place": place, "options": plain_options(options), "views": [steps for steps in reversed(views) if steps]}
+    return [steps for steps in reversed(views) if steps]
 
 
 def reopen(spec: Mapping[str, Any]) -> Checkpoint:

@@ -17,7 +17,7 @@ from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.convert_checks import StreamVerifier
 from ucformat.jobs.finished import FinishedDoc, TaskDoc, put_finished, read_finished
-from ucformat.jobs.reopen import reopen, spec_of
+from ucformat.jobs.reopen import reopen, spec_of, views_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import SumPart, sums_of
 from ucformat.jobs.tasks import Job
@@ -77,7 +77,7 @@ def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> 
         "convert": source.store.url,
         "files": [(f.key, f.size, f.version) for f in files],
         "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
-        "view": [step.step for step in source.steps],
+        "view": views_of(source),
         "grids": (how.chunk_bytes, how.shard_bytes),
         "writer": __version__,
     } | ({} if how.verify else {"verify": False})
