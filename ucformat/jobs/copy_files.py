@@ -18,9 +18,8 @@ from ucformat.format.sidecar import NO_BLOCK
 from ucformat.format.structure import Problem
 from ucformat.format.universal import grid_of
 from ucformat.geometry.tensor import Key
-from ucformat.jobs.finished import FinishedDoc, TaskDoc, put_finished, read_finished
+from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
 from ucformat.jobs.reopen import reopen, spec_of
-from ucformat.jobs.tasks import Job
 from ucformat.reading.execute import place_checksum
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.strided import checksum
@@ -93,7 +92,7 @@ class _BlockSum:
         return self._crc == (int.from_bytes(self._stored, "little") if crc is None else crc)
 
 
-class CopyJob(Job):
+class CopyJob(RecordedJob):
     """Copies the files of a checkpoint, the large ones first.
 
     Args:
@@ -110,7 +109,6 @@ class CopyJob(Job):
         self.files = listed(self.source)
         self.count = len(self.files)
         self.finished = set()
-        self.recorded = False  # whether there are records of the attempt
         self.leaves: dict[Key, dict[tuple[int, ...], bytes]] = {}
         self.kept: list[AuditItem] = []  # those that were there already
         self._there = {i.key: i.size for folder in folders_of(self.attempt) for i in store.list(folder)}
@@ -129,22 +127,8 @@ class CopyJob(Job):
         """See Job."""
         return FinishedDoc(parts=self.parts, tasks=tuple(results.values())).model_dump_json()
 
-    def keep(self, record: str) -> None:
-        """See Job."""
-        self.recorded = True
-        put_finished(self.store, self.attempt, record)
-
-    def take(self, record: str) -> None:
-        """See Job."""
-        self._take(FinishedDoc.model_validate_json(record))
-
-    def resume(self) -> None:
-        """Take the records of earlier runs, and of other processes."""
-        for doc in read_finished(self.store, self.attempt):
-            self.recorded = True
-            self._take(doc, kept=not doc.parts)
-
-    def _take(self, doc: FinishedDoc, *, kept: bool = False) -> None:
+    def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:
+        """See RecordedJob; what an earlier run has copied counts as kept, but not what parts have."""
         self.parts = max(self.parts, doc.parts)
         for task in doc.tasks:
             if task.task >= self.count or task.task in self.finished or task.file != self.files[task.task].file:
@@ -152,7 +136,7 @@ class CopyJob(Job):
             item = self.files[task.task]
             if isinstance(item, ShardFile):
                 self.leaves.setdefault(item.key, {})[item.shard] = bytes.fromhex(task.leaves)
-            if kept or task.kept:
+            if task.kept or (resumed and not doc.parts):
                 self.kept.append(item)
             self.finished.add(task.task)
 

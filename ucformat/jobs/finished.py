@@ -8,6 +8,7 @@ of which tasks in several processes have read parts are combined from the record
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ucformat.errors import Conflict, NotFound, UcformatError
 from ucformat.format.attempts import folders_of
 from ucformat.format.digest import bytes_digest
+from ucformat.jobs.tasks import Job
 from ucformat.storage.base import Info
 from ucformat.storage.concurrency import map_io
 
@@ -23,7 +25,15 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["FinishedDoc", "SumDoc", "TaskDoc", "discard_finished", "put_finished", "read_finished"]
+__all__ = [
+    "FinishedDoc",
+    "RecordedJob",
+    "SumDoc",
+    "TaskDoc",
+    "discard_finished",
+    "put_finished",
+    "read_finished",
+]
 
 _log = logging.getLogger("ucformat")
 
@@ -162,3 +172,41 @@ def discard_finished(store: Store, attempt: str) -> None:
         store.delete_prefix(_folder(attempt))
     except UcformatError as error:
         _log.debug("records of the attempt %s stay: %s", attempt, error.message)
+
+
+class RecordedJob(Job):
+    """A job that keeps records of its tasks in an attempt.
+
+    Attributes:
+        store: the place.
+        attempt: the attempt's name.
+        recorded: whether there are records.
+    """
+
+    store: Store
+    attempt: str
+    recorded: bool = False
+
+    @abstractmethod
+    def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:
+        """Take the results of tasks.
+
+        Args:
+            doc: the record.
+            resumed: whether it was kept before this job began.
+        """
+
+    def keep(self, record: str) -> None:
+        """See Job."""
+        self.recorded = True
+        put_finished(self.store, self.attempt, record)
+
+    def take(self, record: str) -> None:
+        """See Job."""
+        self.take_finished(FinishedDoc.model_validate_json(record))
+
+    def resume(self) -> None:
+        """Take the records of earlier runs, and of other processes."""
+        for doc in read_finished(self.store, self.attempt):
+            self.recorded = True
+            self.take_finished(doc, resumed=True)

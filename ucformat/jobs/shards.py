@@ -16,11 +16,10 @@ from ucformat.format.digest import LEAF_BYTES, document_digest
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.convert_checks import StreamVerifier
-from ucformat.jobs.finished import FinishedDoc, TaskDoc, put_finished, read_finished
+from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
 from ucformat.jobs.reopen import reopen, spec_of, views_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import SumPart, sums_of
-from ucformat.jobs.tasks import Job
 from ucformat.jobs.where import HERE, Where
 from ucformat.reading.plan import ReadItem
 from ucformat.reading.read import read_items
@@ -83,7 +82,7 @@ def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> 
     } | ({} if how.verify else {"verify": False})
 
 
-class ShardJob(Job):
+class ShardJob(RecordedJob):
     """Writes the shards of arrays, the large ones first.
 
     Intact shards of an interrupted run of the same attempt are kept, without reading them if they are recorded.
@@ -114,7 +113,6 @@ class ShardJob(Job):
         self._ends = list(accumulate(a.grid.count for a in self._large))
         self.count = self._ends[-1] if self._ends else 0
         self.finished = set()
-        self.recorded = False  # whether there are records of the attempt
         self._leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in self.arrays}
         self._bare: set[Key] = set()
         self._compared = tuple(compared)
@@ -177,12 +175,6 @@ class ShardJob(Job):
             )
         return cls(source, open_store(spec["store"]), spec["attempt"], infos, how, spec["compared"])
 
-    def resume(self) -> None:
-        """Take the records of earlier runs, and of other processes."""
-        for doc in read_finished(self.store, self.attempt):
-            self.recorded = True
-            self._take(doc)
-
     def run(self, task: int) -> tuple[TaskDoc, Sequence[SumPart]]:
         """See Job."""
         array, shard = self.shard(task)
@@ -239,16 +231,8 @@ class ShardJob(Job):
         tasks = tuple(doc for doc, _ in results.values())
         return FinishedDoc(parts=self.parts, tasks=tasks, sums=sums).model_dump_json()
 
-    def keep(self, record: str) -> None:
-        """See Job."""
-        self.recorded = True
-        put_finished(self.store, self.attempt, record)
-
-    def take(self, record: str) -> None:
-        """See Job."""
-        self._take(FinishedDoc.model_validate_json(record))
-
-    def _take(self, doc: FinishedDoc) -> None:
+    def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:  # noqa: ARG002 - see RecordedJob
+        """See RecordedJob."""
         self.parts = max(self.parts, doc.parts)
         for task in doc.tasks:
             if task.task in self.finished or task.task >= self.count:
