@@ -230,7 +230,12 @@ def test_compressed_chunks_of_zarr(codecs: list[str], shards: Any, view: Any, tm
 
 @pytest.mark.parametrize("view", [None, [{"cast": "*", "dtype": "float64"}]])
 @pytest.mark.parametrize("kind", ["arrays", "packed"])
-def test_universal_sources(kind: str, view: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_universal_sources(
+    recorded: bool, kind: str, view: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if what was read of a damaged source is recorded: once it is restored, it is read again."""
+    monkeypatch.setattr("ucformat.jobs.tasks._RECORD_S", 0.0 if recorded else 1000.0)
     arrays = {
         ("w", "weight"): random_array((300, 70), "float32", 1),
         ("v", "weight"): random_array((11,), "float32", 2),

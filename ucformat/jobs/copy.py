@@ -203,12 +203,12 @@ def _copy(
             f"{store.url} holds the checkpoint {before.id}, which has different files with the same names",
             hint="choose another place, or delete that checkpoint first",
         )
-    job = CopyJob(ck, store)
-    if attempt.began is None:
-        job.resume()
-    if not run_job(job, where, workers or workers_for(source.store, store), progress):
-        raise NotFinished(f"this part of {store.url} is copied; another process commits it")
-    found = _checked(job)
+    with CopyJob(ck, store) as job:
+        if attempt.began is None:
+            job.resume()
+        if not run_job(job, where, workers or workers_for(source.store, store), progress):
+            raise NotFinished(f"this part of {store.url} is copied; another process commits it")
+        found = _checked(job)
     _must_be_there(store, manifest, job.files)
     check_unchanged(source.store, "nothing was committed")
     if before is not None and _is_same(before, manifest):

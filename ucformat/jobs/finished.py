@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ucformat.errors import Conflict, NotFound, UcformatError
+from ucformat.errors import Conflict, IntegrityError, MissingData, NotFound, UcformatError
 from ucformat.format.attempts import folders_of
 from ucformat.format.digest import bytes_digest
 from ucformat.jobs.tasks import Job
@@ -186,6 +186,14 @@ class RecordedJob(Job):
     store: Store
     attempt: str
     recorded: bool = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Remove the records if the source is damaged: what was written may be of damaged bytes."""
+        if kind is not None and issubclass(kind, IntegrityError) and not issubclass(kind, MissingData):
+            discard_finished(self.store, self.attempt)
 
     @abstractmethod
     def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:

@@ -122,11 +122,9 @@ class ShardJob(RecordedJob):
         if watching is not None and self.verifier is not None:
             self._observing.enter_context(watching.observed(self.verifier.see))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._observing.close()
+        super().__exit__(kind)
 
     def shard(self, task: int) -> tuple[Array, tuple[int, ...]]:
         """The array and the coordinates of a task's shard.
