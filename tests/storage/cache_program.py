@@ -38,18 +38,23 @@ def content(name: str, generation: int) -> bytes:
 
 
 def rewrite(files: Path, name: str, generation: int) -> None:
-    """Replace a file by its next generation."""
+    """Replace a file by a later generation, which is told before and after."""
+    _tell(files, name, "coming", generation)
     fresh = files / f".fresh-{name}"
     fresh.write_bytes(content(name, generation))
     os.utime(fresh, (generation + 1, generation + 1))
     fresh.replace(files / name)
-    number = files.with_name(f"{name}.generation")
+    _tell(files, name, "generation", generation)
+
+
+def _tell(files: Path, name: str, what: str, generation: int) -> None:
+    number = files.with_name(f"{name}.{what}")
     number.with_suffix(".fresh").write_text(str(generation))
     number.with_suffix(".fresh").replace(number)
 
 
-def _generation(files: Path, name: str) -> int:
-    return int(files.with_name(f"{name}.generation").read_text())
+def _told(files: Path, name: str, what: str) -> int:
+    return int(files.with_name(f"{name}.{what}").read_text())
 
 
 def read_once(url: str, files: Path, rng: random.Random) -> None:
@@ -57,9 +62,9 @@ def read_once(url: str, files: Path, rng: random.Random) -> None:
     name = rng.choice(NAMES)
     begin = rng.choice([0, rng.randrange(size_of(name))])
     nbytes = rng.choice([None, rng.randrange(size_of(name) - begin) + 1])
-    first = _generation(files, name)
+    first = _told(files, name, "generation")
     data = open_store(url).read(name, begin, nbytes)
-    last = _generation(files, name) + 1  # the next one may be in its place, and not yet counted
+    last = _told(files, name, "coming")  # it may be in its place already
     end = size_of(name) if nbytes is None else begin + nbytes
     if not any(data == content(name, g)[begin:end] for g in range(first, last + 1)):
         raise Wrong(f"bytes {begin} to {end} of {name} are of no generation from {first} to {last}")
