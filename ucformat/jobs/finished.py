@@ -162,7 +162,7 @@ def read_finished(store: Store, attempt: str) -> Iterator[FinishedDoc]:
 
 
 def discard_finished(store: Store, attempt: str) -> None:
-    """Remove the records of a committed attempt; what cannot be removed stays until the checkpoint is.
+    """Remove the records of an attempt; what cannot be removed stays until the attempt is.
 
     Args:
         store: the place.

@@ -174,7 +174,8 @@ _FILE_FIELDS = ("attempt", "objects", "assets", "sidecar", "grid", "tensors", "v
 def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tuple[Manifest, Manifest, bool]:
     """Verify registered files, then write; returns the source's manifest with the new files, and `write`'s result."""
     infos = list(source.tensors.values())
-    files = _registered(source) if how.verify and how.where.finishes else []
+    registered = _registered(source) if how.verify else []
+    files = registered if how.where.finishes else []
     total, done = sum(i.nbytes for i in infos), 0
     before = sum(file.nbytes for file in files)
     for file, (_, wrong) in run_tasks(lambda file: checked(file, source.origin.store), files, how.workers):
@@ -185,8 +186,7 @@ def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tupl
             how.progress(done, before + total)
     if (report := how.progress) is not None:
         how = replace(how, progress=lambda written, _: report(before + written, before + total))
-    compared = {file.file for file in _registered(source)} if how.verify else set()
-    made, recorded = write(source, store, attempt, infos, how, compared)
+    made, recorded = write(source, store, attempt, infos, how, {file.file for file in registered})
     changed = {name: getattr(made, name) for name in _FILE_FIELDS}
     changed["producer"] = {**source.manifest.producer, **made.producer}
     return source.manifest.model_copy(update=changed), made, recorded

@@ -85,8 +85,6 @@ def run_on_dask(job: Job, address: str, advance: Callable[[int], None]) -> Itera
 def _result(future: Any, killed: type[Exception]) -> str:
     try:
         return str(future.result())
-    except UcformatError:
-        raise
     except killed as error:
         raise UcformatError(
             f"workers of the Dask cluster died with the same batch: {error}",

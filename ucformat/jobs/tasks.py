@@ -143,12 +143,6 @@ def run_here(
     Yields:
         Records of what was done, which are kept, too; also of what was done when this is interrupted.
     """
-
-    def kept(results: Mapping[int, Any]) -> str:
-        record = job.record(results)
-        job.keep(record)
-        return record
-
     pending: dict[int, Any] = {}
     nbytes, since = 0, time.monotonic()
     with ThreadPoolExecutor(1, "ucformat-record") as recorder:
@@ -159,19 +153,26 @@ def run_here(
                 nbytes += job.nbytes(task)
                 advance(job.nbytes(task))
                 if nbytes >= _RECORD_BYTES or time.monotonic() - since >= _RECORD_S:
-                    records.append(recorder.submit(kept, pending))
+                    records.append(recorder.submit(_kept, job, pending))
                     pending, nbytes, since = {}, 0, time.monotonic()
                 while records and records[0].done():
                     yield records.popleft().result()
         except BaseException:
             with suppress(UcformatError):  # the first error says more
                 if pending:
-                    kept(pending)
+                    _kept(job, pending)
             raise
         if pending:
-            records.append(recorder.submit(kept if keep_last else job.record, pending))
+            records.append(recorder.submit(_kept, job, pending) if keep_last else recorder.submit(job.record, pending))
         for one in records:
             yield one.result()
+
+
+def _kept(job: Job, results: Mapping[int, Any]) -> str:
+    """The record of tasks, which is kept."""
+    record = job.record(results)
+    job.keep(record)
+    return record
 
 
 def deal(job: Job, count: int) -> list[int]:
@@ -237,9 +238,7 @@ def run_batch(spec: str, tasks: list[int]) -> str:
     """
     with _making:
         job = _job_of(spec)
-    record = job.record({task: job.run(task) for task in tasks})
-    job.keep(record)
-    return record
+    return _kept(job, {task: job.run(task) for task in tasks})
 
 
 @lru_cache(maxsize=2)
