@@ -294,7 +294,8 @@ def _direct_buffers(copy: Copy, nbytes: int, memory: Memory) -> Iterator[memoryv
     contiguous, unread = memory.data, memoryview(bytearray(nbytes - run * len(begins)))
     for src, dst in begins:
         if src > at:
-            yield unread[: src - at]
+            yield unread[: src - at]  # not shared with other gaps: observers see these bytes, too
+            unread = unread[src - at :]
         yield contiguous[dst : dst + run] if len(inner) == 1 else _strided(memory, dst, inner, strides)
         at = src + run
 
