@@ -22,7 +22,7 @@ from ucformat.jobs.sums import StreamSum, SumPart
 from ucformat.reading.execute import place_checksum
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.sources.zarr.values import is_checked
-from ucformat.storage.strided import checksum
+from ucformat.storage.strided import checksum, rows
 from ucformat.storage.watched import find_watched
 from ucformat.views.viewed import inputs_of
 
@@ -179,11 +179,19 @@ class StreamVerifier:
         Args:
             file: the key of the file.
             at: the offset of the first byte.
-            data: the bytes.
+            data: the bytes, perhaps strided in memory.
 
         Raises:
             ChecksumError: a checksum is complete now, and differs.
         """
+        stop = at + data.nbytes
+        if not data.c_contiguous and not (self._in_records(file, at, stop) or self._in_blocks(file, at, stop)):
+            return  # there may be many rows
+        for row in rows(data):
+            self._see_row(file, at, row)
+            at += row.nbytes
+
+    def _see_row(self, file: str, at: int, data: memoryview) -> None:
         stop = at + data.nbytes
         for one in (*self._in_records(file, at, stop), *self._in_blocks(file, at, stop)):
             with self._lock:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ucformat.errors import Conflict, IntegrityError, NotFound
 from ucformat.storage.base import read_ranges
 from ucformat.storage.concurrency import map_io
-from ucformat.storage.strided import rows
 from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class WatchedStore(WrappedStore):
         """Report all bytes that are read inside the block, except those of files that are read whole by `read`.
 
         Args:
-            callback: called with the key of the file, the offset in it, and the bytes.
+            callback: called with the key of the file, the offset in it, and the bytes: a buffer that may be strided.
         """
         self._observers = (*self._observers, callback)
         try:
@@ -60,10 +59,7 @@ class WatchedStore(WrappedStore):
     def _notify(self, key: str, found: Iterable[tuple[int, memoryview]]) -> None:
         for observe in self._observers:
             for begin, data in found:
-                at = begin
-                for row in rows(data):
-                    observe(key, at, row)
-                    at += row.nbytes
+                observe(key, begin, data)
 
     def note(self, key: str) -> None:
         """Record a file's version to compare it in the end; bytes read from now on are of this or a later version.
