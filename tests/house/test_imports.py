@@ -29,10 +29,11 @@ ALLOWED: dict[str, set[str]] = {
     "format": {"schema", "errors", "geometry", "storage", "reading", "_version"},
     "sources": {"schema", "errors", "geometry", "storage", "reading", "_native"},
     "checkpoint": {"schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"},
+    "exporters": {"schema", "errors", "geometry", "storage", "reading", "sources", "checkpoint"},
     "references": {"errors", "storage", "views", "checkpoint", "catalog", "settings"},
     "jobs": {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources", "checkpoint"),
-        *("_version", "catalog", "durable", "references", "settings"),
+        *("_version", "catalog", "durable", "exporters", "references", "settings"),
     },
     "torch": {
         *("schema", "errors", "geometry", "storage", "reading", "format", "sources", "checkpoint"),
@@ -66,6 +67,7 @@ OUTSIDE: dict[str, set[str]] = {
     "views": {"numpy"},
     "checkpoint": set(),
     "references": set(),
+    "exporters": {"numpy"},
     "jobs": {"numpy", "pydantic"},
     "cli": {"click", "rich", "numpy", "yaml"},
     "settings": {"platformdirs"},

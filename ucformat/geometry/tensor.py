@@ -14,7 +14,18 @@ from ucformat.schema import ITEMSIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Block", "Extent", "FileRun", "Key", "Piece", "TensorInfo", "TensorList", "Tiles", "single_extents"]
+__all__ = [
+    "Block",
+    "Extent",
+    "FileRun",
+    "Key",
+    "Piece",
+    "TensorInfo",
+    "TensorList",
+    "Tiles",
+    "cut_piece",
+    "single_extents",
+]
 
 
 class Key(NamedTuple):
@@ -269,6 +280,46 @@ class Piece:
     offset: int
     strides: tuple[int, ...]
     buffer: str | None = None
+
+
+def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
+    """The parts of a piece that lie in a range of its buffer: few, if its strides are nested as in arrays.
+
+    Args:
+        piece: the piece.
+        start: first element of the range.
+        stop: element after the last.
+
+    Yields:
+        Pieces of the same buffer; their offsets count from its beginning.
+    """
+    shape, strides = piece.box.shape, piece.strides
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if 0 in shape or piece.offset >= stop or piece.offset + span <= start:
+        return
+    if start <= piece.offset and piece.offset + span <= stop:
+        yield piece
+        return
+    d = max((d for d, n in enumerate(shape) if n > 1), key=strides.__getitem__)  # of the largest steps
+    count, step = shape[d], strides[d]
+    inner = span - (count - 1) * step  # elements that one index spans
+    first = min(count, max(0, (start - piece.offset - inner) // step + 1))  # that reaches into the range
+    last = max(first, min(count, -((piece.offset - stop) // step)))
+    whole = min(last, max(first, -((piece.offset - start) // step)))  # the first that is wholly inside
+    end = max(whole, min(last, (stop - piece.offset - inner) // step + 1))
+    if whole < end:
+        yield _along(piece, d, whole, end)
+    for index in (*range(first, whole), *range(end, last)):
+        yield from cut_piece(_along(piece, d, index, index + 1), start, stop)
+
+
+def _along(piece: Piece, d: int, low: int, high: int) -> Piece:
+    """The indices `[low, high)` of one dim of a piece."""
+    begin, shape = list(piece.box.start), list(piece.box.shape)
+    begin[d] += low
+    shape[d] = high - low
+    box = Box(tuple(begin), tuple(shape))
+    return Piece(box, piece.offset + low * piece.strides[d], piece.strides, piece.buffer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ucformat.storage.base import Info
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ucformat.storage.base import Store
 
@@ -118,29 +118,30 @@ def _folder(attempt: str) -> str:
     return f"objects/{attempt}/finished"  # which is removed with the attempt
 
 
-def put_finished(store: Store, attempt: str, record: str) -> None:
+def put_finished(store: Store, folder: str, record: str) -> None:
     """Make the files that a store object has written durable, and put the record of their tasks.
 
     Args:
         store: the place.
-        attempt: the attempt's name.
+        folder: the folder of the records.
         record: a `FinishedDoc` as JSON.
     """
     store.flush()
     data = record.encode()
     name = bytes_digest(data).rpartition(":")[2][:32]
     try:
-        store.put_if_absent(f"{_folder(attempt)}/{name}.json", data)
+        store.put_if_absent(f"{folder}/{name}.json", data)
     except Conflict:  # an equal one is there
         return
 
 
-def read_finished(store: Store, attempt: str) -> Iterator[FinishedDoc]:
-    """Read the records of an attempt, without tasks whose files are gone or have changed, and without damaged records.
+def read_finished(store: Store, folder: str, written: Iterable[str]) -> Iterator[FinishedDoc]:
+    """Read the records of a job, without tasks whose files are gone or have changed, and without damaged records.
 
     Args:
         store: the place.
-        attempt: the attempt's name.
+        folder: the folder of the records.
+        written: the folders of the files that the tasks write.
     """
 
     def read(info: Info) -> bytes:
@@ -149,8 +150,8 @@ def read_finished(store: Store, attempt: str) -> Iterator[FinishedDoc]:
         except NotFound:  # removed at this instant
             return b""
 
-    found = map_io(read, list(store.list(_folder(attempt))))
-    there = {i.key: i for folder in folders_of(attempt) for i in store.list(folder)} if found else {}
+    found = map_io(read, list(store.list(folder)))
+    there = {i.key: i for prefix in written for i in store.list(prefix)} if found else {}
     for data in found:
         try:
             record = FinishedDoc.model_validate_json(data)
@@ -193,7 +194,24 @@ class RecordedJob(Job):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Remove the records if the source is damaged: what was written may be of damaged bytes."""
         if kind is not None and issubclass(kind, IntegrityError) and not issubclass(kind, MissingData):
-            discard_finished(self.store, self.attempt)
+            self.discard()
+
+    @property
+    def records(self) -> str:
+        """The folder of the records."""
+        return _folder(self.attempt)
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The folders of the files that tasks write."""
+        return folders_of(self.attempt)
+
+    def discard(self) -> None:
+        """Remove the records; those that cannot be removed stay until the attempt is."""
+        try:
+            self.store.delete_prefix(self.records)
+        except UcformatError as error:
+            _log.debug("records of the attempt %s stay: %s", self.attempt, error.message)
 
     @abstractmethod
     def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:
@@ -207,7 +225,7 @@ class RecordedJob(Job):
     def keep(self, record: str) -> None:
         """See Job."""
         self.recorded = True
-        put_finished(self.store, self.attempt, record)
+        put_finished(self.store, self.records, record)
 
     def take(self, record: str) -> None:
         """See Job."""
@@ -215,6 +233,6 @@ class RecordedJob(Job):
 
     def resume(self) -> None:
         """Take the records of earlier runs, and of other processes."""
-        for doc in read_finished(self.store, self.attempt):
+        for doc in read_finished(self.store, self.records, self.written):
             self.recorded = True
             self.take_finished(doc, resumed=True)

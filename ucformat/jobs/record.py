@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from ucformat.jobs.run import Report
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["contradiction", "lineage_from", "lineage_to", "record_commit", "record_commits", "record_verification"]
+__all__ = [
+    "contradiction",
+    "lineage_from",
+    "lineage_to",
+    "record_commit",
+    "record_commits",
+    "record_verification",
+    "with_catalog",
+]
 
 _log = logging.getLogger("ucformat")
 
@@ -44,7 +52,7 @@ def record_commit(url: str, manifest: Manifest) -> None:
         manifest: its manifest.
     """
     failed = f"the checkpoint {url} is committed, but not in the catalog"
-    _with_catalog(lambda catalog: catalog.record(manifest, url), failed, f"`ucp reindex {url}` records it")
+    with_catalog(lambda catalog: catalog.record(manifest, url), failed, f"`ucp reindex {url}` records it")
 
 
 def record_verification(ck: Checkpoint, report: Report) -> None:
@@ -67,7 +75,7 @@ def record_verification(ck: Checkpoint, report: Report) -> None:
                 tool=f"ucformat {__version__}",
             )
 
-    _with_catalog(note, f"the verification of {ck.url} is not in the catalog", "verify it again")
+    with_catalog(note, f"the verification of {ck.url} is not in the catalog", "verify it again")
 
 
 def contradiction(manifest: Manifest, url: str) -> str | None:
@@ -78,7 +86,7 @@ def contradiction(manifest: Manifest, url: str) -> str | None:
         url: its place.
     """
     found: list[str | None] = [None]
-    _with_catalog(
+    with_catalog(
         lambda catalog: found.append(catalog.contradiction(manifest, url)),
         f"{url} was not compared with the record in the catalog",
         "verify it again",
@@ -86,8 +94,14 @@ def contradiction(manifest: Manifest, url: str) -> str | None:
     return found[-1]
 
 
-def _with_catalog(use: Callable[[Catalog], object], failed: str, remedy: str) -> None:
-    """Call a function with the catalog of the settings, unless that is switched off; all errors become warnings."""
+def with_catalog(use: Callable[[Catalog], object], failed: str, remedy: str) -> None:
+    """Call a function with the catalog of the settings, unless that is switched off; all errors become warnings.
+
+    Args:
+        use: the function.
+        failed: what an error means, for the warning.
+        remedy: what to do about it.
+    """
     try:
         from ucformat.settings import load_settings
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Info, Store
 
-__all__ = ["Failure", "Registered", "Reindexed", "register", "reindex"]
+__all__ = ["Failure", "Registered", "Reindexed", "open_existing", "register", "reindex"]
 
 _AHEAD = 64  # the most checkpoints that are opened before the first of them is recorded
 _AHEAD_ELSEWHERE = 2048  # the same on a cluster
@@ -356,12 +356,18 @@ class OpenJob(Job):
 def _try_open(root: str, options: Mapping[str, Any] | None) -> OpenedCheckpoint | UcformatError:
     try:
         with naming_place(root):
-            return _open(root, options)
+            return open_existing(root, options)
     except UcformatError as error:
         return error
 
 
-def _open(root: str, options: Mapping[str, Any] | None) -> OpenedCheckpoint:
+def open_existing(root: str, options: Mapping[str, Any] | None) -> OpenedCheckpoint:
+    """Open a checkpoint as the catalog records it.
+
+    Args:
+        root: its place.
+        options: facts that its files lack, if it is a foreign one.
+    """
     if options and exists(open_store(root), MANIFEST):  # a universal checkpoint takes none
         options = None
     ck = open_checkpoint(root, options=options)

@@ -1,0 +1,225 @@
+"""The interface of an exporter, which plans the files of a checkpoint in another format.
+
+A target is a list of files; a file is a list of parts: bytes that the format prescribes, and spans of elements of
+tensors. Exporters plan, and move no tensor: `jobs/export_files.py` reads the elements wherever the source stores them,
+and writes every file from beginning to end, for all formats in the same way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ucformat.errors import UsageError
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.tensor import Piece
+from ucformat.schema import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import TensorInfo
+
+__all__ = [
+    "ExportOptions",
+    "Exporter",
+    "Part",
+    "Sealed",
+    "Span",
+    "Target",
+    "TargetFile",
+    "left_out",
+    "option",
+    "options_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive elements in a file, in row-major order, that are elements of tensors.
+
+    Attributes:
+        dtype: of the elements.
+        size: number of elements.
+        pieces: the tensors, and for each a piece, placed in the span: elements in no piece are zeros.
+    """
+
+    dtype: str
+    size: int
+    pieces: tuple[tuple[TensorInfo, Piece], ...]
+
+    @classmethod
+    def whole(cls, info: TensorInfo) -> Span:
+        """All of a tensor.
+
+        Args:
+            info: the tensor.
+        """
+        piece = Piece(Box.whole(info.shape), 0, row_major(info.shape))
+        return cls(info.dtype, info.size, ((info, piece),))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the span."""
+        return self.size * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Bytes that depend on the spans before them in their file.
+
+    Attributes:
+        nbytes: how many.
+        make: returns them; called with the CRC-32 of each span that was written since the file began.
+    """
+
+    nbytes: int
+    make: Callable[[Sequence[int]], bytes]
+
+
+Part = bytes | Span | Sealed
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    """A file of the target.
+
+    Attributes:
+        key: its path below the destination.
+        nbytes: its size.
+        parts: returns its parts in order; called when it is written.
+        last: whether it is written after all others are durable, since its presence makes the folder a checkpoint.
+        checksums: whether it has `Sealed` parts.
+    """
+
+    key: str
+    nbytes: int
+    parts: Callable[[], Iterable[Part]]
+    last: bool = False
+    checksums: bool = False
+
+    @classmethod
+    def of(cls, key: str, *parts: Part, last: bool = False) -> TargetFile:
+        """A file of known parts.
+
+        Args:
+            key: its path.
+            parts: the parts.
+            last: see above.
+        """
+        nbytes = sum(len(p) if isinstance(p, bytes) else p.nbytes for p in parts)
+        return cls(key, nbytes, lambda: parts, last, any(isinstance(p, Sealed) for p in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The files of the target, those that are `last` in the order in which they are written.
+
+    Attributes:
+        files: the files.
+        left_out: what of the source has no place in the target, such as `exp_avg of 290 tensors`.
+    """
+
+    files: tuple[TargetFile, ...]
+    left_out: tuple[str, ...] = ()
+
+
+def option(default: Any, how: str, text: str) -> Any:
+    """Define a field of an exporter's options (a subclass of `ExportOptions`).
+
+    Args:
+        default: the value if the caller does not give the option.
+        how: how the command line takes it: `flag`, `number`, `size` in bytes, `names`, `layout`, `text` or `path`.
+        text: what it means, in one sentence, for `--help` and error messages.
+    """
+    return field(default=default, metadata={"how": how, "text": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The options of an exporter; a subclass defines them with `option`."""
+
+
+class Exporter(ABC):
+    """Plans the files of one format.
+
+    To support a format, subclass this, define `kind`, `title` and `target`, and add the class to `EXPORTERS`.
+
+    Attributes:
+        kind: the identifier of the format in the API and on the command line.
+        title: the name of the format in messages.
+        weights_only: whether the format has a place for one tensor of each name: its weight, or its master where only
+            that is stored.
+        options_type: the dataclass of its options.
+        options: an instance of it, made from the keyword arguments of the constructor.
+    """
+
+    kind: ClassVar[str]
+    title: ClassVar[str]
+    weights_only: ClassVar[bool] = False
+    options_type: ClassVar[type[ExportOptions]] = ExportOptions
+    options: Any
+
+    def __init__(self, **options: Any) -> None:
+        known = options_of(type(self))
+        for name in options:
+            if name not in known:
+                listed = [f"\n    {n}: {f.metadata['text']}" for n, f in known.items()]
+                raise UsageError(
+                    f"{self.title} is not exported with the option {name!r}",
+                    hint=f"its options are:{''.join(listed)}" if listed else "it takes none",
+                )
+        self.options = self.options_type(**options)
+
+    @abstractmethod
+    def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
+        """Plan the files; reads no tensors.
+
+        The result is a pure function of the source and the options: other processes plan the same files.
+
+        Args:
+            source: the checkpoint, perhaps through a view.
+            infos: the tensors to export, in order; with `weights_only`, one of each name.
+
+        Raises:
+            UcformatError: something cannot be expressed in the format; the message names the tensor.
+        """
+
+
+def options_of(exporter: type[Exporter]) -> dict[str, Field[Any]]:
+    """The fields of an exporter's options, by name; `metadata` of each has the arguments of `option`.
+
+    Args:
+        exporter: the exporter's class.
+    """
+    return {f.name: f for f in fields(exporter.options_type)}
+
+
+def left_out(
+    source: Checkpoint,
+    infos: Sequence[TensorInfo],
+    *,
+    values: Collection[str] = (),
+    assets: Collection[str] = (),
+) -> tuple[str, ...]:
+    """What of a checkpoint a target leaves out.
+
+    Args:
+        source: the checkpoint.
+        infos: the tensors that are exported.
+        values: the names of non-tensor values that are exported (default: none).
+        assets: the names of assets that are exported (default: none).
+    """
+    kept = {info.key for info in infos}
+    states = Counter(key.state for key in source.tensors if key not in kept)
+    found = [f"{state} of {count:,} tensor{'s' * (count != 1)}" for state, count in states.items()]
+    for what, names, known in (
+        ("value", source.objects, values),
+        ("value of each rank", source.per_rank, values),
+        ("asset", source.assets, assets),
+    ):
+        found += [f"the {what} {name}" for name in names if name not in known]
+    return tuple(found)

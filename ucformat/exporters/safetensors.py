@@ -1,0 +1,184 @@
+"""safetensors files as Hugging Face's tools load them: shards, their index, configuration and tokenizer.
+
+A model of one shard is `model.safetensors`; of several, `model-00001-of-00003.safetensors`, …, and the index
+`model.safetensors.index.json` says which shard has which tensor. Within a file, tensors with wide elements come first,
+as the safetensors library sorts them, so that every tensor is aligned.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ucformat.errors import UnsupportedError, UsageError
+from ucformat.exporters.base import Exporter, ExportOptions, Span, Target, TargetFile, left_out, option
+from ucformat.sources.model_files import find_assets
+from ucformat.sources.safetensors.opened import DTYPES
+from ucformat.storage.base import Info
+from ucformat.storage.url import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import TensorInfo
+
+__all__ = ["SafetensorsExporter", "SafetensorsOptions", "files_of", "header_of", "written_names"]
+
+_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+_ALIGN = 8  # bytes: of the header, as the library pads it
+_MAX_HEADER = 100_000_000
+_SHARD_BYTES = 5_000_000_000  # the default of `save_pretrained` since 2023
+#: Names of input embeddings, which transformers keeps of tied tensors.
+_EMBEDDING = re.compile(r"(^|[._])(embed|embeddings?|embed_tokens|wte|shared|word_embeddings|tok_embeddings)([._]|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SafetensorsOptions(ExportOptions):
+    """The options of `SafetensorsExporter`."""
+
+    max_shard_bytes: int = option(
+        _SHARD_BYTES, "size", "maximum size of a file, unless a single tensor is larger; 5 GB by default"
+    )
+    name: str = option("model", "text", "the name of the files without its ending; `model` by default")
+    assets: str | None = option(
+        None, "path", "a folder whose config.json, tokenizer and similar files are used, before those of the checkpoint"
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_shard_bytes < 1:
+            raise UsageError(f"max_shard_bytes must be at least 1, not {self.max_shard_bytes}")
+
+
+class SafetensorsExporter(Exporter):
+    """Plans safetensors files for Hugging Face."""
+
+    kind = "safetensors"
+    title = "safetensors (Hugging Face)"
+    weights_only = True
+    options_type = SafetensorsOptions
+
+    def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
+        """See Exporter."""
+        names = written_names(source.aliases, infos)
+        aliases: dict[str, str] = {}
+        for alias, stored in source.aliases.items():
+            if stored in names and alias != names[stored]:
+                aliases[alias] = names[stored]
+        aliases |= {stored: name for stored, name in names.items() if stored != name}
+        files = files_of(infos, names, aliases, self.options.name, self.options.max_shard_bytes)
+        assets = self._assets(source)
+        last = (TargetFile(name, 0, partial(_one, read), last=True) for name, read in assets.items())
+        return Target((*files, *last), left_out(source, infos, assets=assets))
+
+    def _assets(self, source: Checkpoint) -> dict[str, Callable[[], bytes]]:
+        """Functions that read the files beside the tensors, by name."""
+        own = find_assets(Info(name, 0, "") for name in source.assets)
+        found: dict[str, Callable[[], bytes]] = {name: partial(source.assets.__getitem__, name) for name in own}
+        if self.options.assets is not None:
+            store = open_store(self.options.assets)
+            given = find_assets(store.list())
+            if not given:
+                raise UsageError(f"{store.url} has no config.json, tokenizer or similar file")
+            found |= {name: partial(store.read, name) for name in given}
+        return found
+
+
+def _one(read: Callable[[], bytes]) -> tuple[bytes]:
+    return (read(),)
+
+
+def written_names(aliases: Mapping[str, str], infos: Sequence[TensorInfo]) -> dict[str, str]:
+    """The name under which each tensor is written, by its stored name.
+
+    Of tied tensors transformers keeps the input embedding, and ties the output layer to it when it loads.
+
+    Args:
+        aliases: the stored name of each further name.
+        infos: the tensors.
+    """
+    names = {info.name: info.name for info in infos}
+    for alias, stored in aliases.items():
+        if stored in names and _EMBEDDING.search(alias) and not _EMBEDDING.search(names[stored]):
+            names[stored] = alias
+    return names
+
+
+def files_of(
+    infos: Sequence[TensorInfo], names: Mapping[str, str], aliases: Mapping[str, str], name: str, most: int
+) -> Iterator[TargetFile]:
+    """The shards, and the index if there are several.
+
+    Args:
+        infos: the tensors, in order.
+        names: the name under which each is written.
+        aliases: further names, and the written name for each, for `safetensors.torch.load_model`.
+        name: the name of the files without its ending.
+        most: bytes of tensors in a file, unless a single one has more.
+
+    Raises:
+        UnsupportedError: safetensors has no such dtype, or the header would be too large.
+    """
+    shards = list(_shards(infos, most))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        key = f"{name}.safetensors" if len(shards) == 1 else f"{name}-{number:05}-of-{len(shards):05}.safetensors"
+        weight_map |= {names[info.name]: key for info in shard}
+        held = {names[info.name] for info in shard}
+        about = {**{alias: of for alias, of in aliases.items() if of in held}, "format": "pt"}
+        ordered = sorted(shard, key=lambda i: -i.itemsize)
+        header = header_of([(names[i.name], i) for i in ordered], about)
+        yield TargetFile.of(key, header, *map(Span.whole, ordered), last=len(shards) == 1)
+    if len(shards) > 1:
+        metadata = {"total_parameters": sum(i.size for i in infos), "total_size": sum(i.nbytes for i in infos)}
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        yield TargetFile.of(f"{name}.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n", last=True)
+
+
+def _shards(infos: Sequence[TensorInfo], most: int) -> Iterator[list[TensorInfo]]:
+    """The tensors of each file, in order."""
+    shard: list[TensorInfo] = []
+    nbytes = 0
+    for info in infos:
+        if shard and nbytes + info.nbytes > most:
+            yield shard
+            shard, nbytes = [], 0
+        shard.append(info)
+        nbytes += info.nbytes
+    yield shard
+
+
+def header_of(tensors: Sequence[tuple[str, TensorInfo]], about: Mapping[str, str]) -> bytes:
+    """The length and the header of a file, padded with spaces.
+
+    Args:
+        tensors: the names and tensors, in the order of their bytes.
+        about: `__metadata__`.
+
+    Raises:
+        UnsupportedError: safetensors has no such dtype, or the header would be too large.
+    """
+    entries: dict[str, object] = {"__metadata__": dict(about)}
+    at = 0
+    for name, info in tensors:
+        if info.dtype not in _NAMES:
+            raise UnsupportedError(
+                f"{info.key} has the dtype {info.dtype}, which safetensors does not have",
+                hint=f"it has {', '.join(_NAMES)}; cast it with --cast, or export other tensors",
+            )
+        if name == "__metadata__":
+            raise UnsupportedError("safetensors has no tensor of the name '__metadata__'", hint="rename it by a view")
+        offsets = [at, at + info.nbytes]
+        entries[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": offsets}
+        at = offsets[1]
+    data = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    data += b" " * (-len(data) % _ALIGN)
+    if len(data) > _MAX_HEADER:
+        raise UnsupportedError(
+            f"the header of a file would have {len(data):,} bytes, and safetensors allows {_MAX_HEADER:,}",
+            hint="write smaller files: --max-shard-bytes",
+        )
+    return len(data).to_bytes(8, "little") + data

@@ -1,0 +1,229 @@
+"""Exports a checkpoint in the format of another tool: a task for each file, then the files that make it a checkpoint.
+
+    1. The record `ucformat-export/<attempt>/begun.json` is written, which names the plan.
+    2. The tasks write all files but those without which no tool takes the folder for a checkpoint.
+    3. When these are durable, the others are written, and the folder `ucformat-export` is removed.
+
+An interrupted export is continued by the same call. Whatever else is at the destination is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import NotACheckpoint, NotFinished, UsageError
+from ucformat.exporters import make_exporter
+from ucformat.jobs.batches import How, record_all
+from ucformat.jobs.export_files import ExportJob
+from ucformat.jobs.export_place import begin_export, end_export
+from ucformat.jobs.record import lineage_from, with_catalog
+from ucformat.jobs.register import open_existing
+from ucformat.jobs.run import workers_for
+from ucformat.jobs.where import HERE, Where, run_job
+from ucformat.references import open_reference
+from ucformat.schema import FLOATS
+from ucformat.storage.url import as_strings, open_store
+from ucformat.storage.watched import find_watched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.exporters.base import Exporter, Target
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.storage.base import Store
+
+__all__ = ["Exported", "export", "plan_export"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A checkpoint in another format.
+
+    Attributes:
+        url: its place.
+        files: how many it has.
+        nbytes: bytes of the files that hold tensors.
+        tensors: how many.
+        left_out: what of the source has no place in it.
+        verified: whether all elements were compared with checksums in the source's files.
+    """
+
+    url: str
+    files: int
+    nbytes: int
+    tensors: int
+    left_out: tuple[str, ...]
+    verified: bool
+
+
+def export(
+    src: str | PathLike[str] | Checkpoint,
+    dst: str | PathLike[str] | Store,
+    kind: str,
+    *,
+    states: str | Iterable[str] | None = None,
+    cast: str | None = None,
+    overwrite: bool = False,
+    workers: int | None = None,
+    verify: bool = True,
+    on: str = "threads",
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> Exported:
+    """Write a checkpoint in the format of another tool.
+
+    Resumable: if interrupted, `dst` holds nothing that the tool takes for a checkpoint, and the same call continues.
+
+    Args:
+        src: a checkpoint, or its path, url or reference; through `Checkpoint.view` with other names and shapes.
+        dst: path or url of an empty or missing folder.
+        kind: the format: one of `ucformat.exporters.EXPORTERS`.
+        states: the states to export (default: of formats that hold weights alone, each tensor's weight, or its master
+            where only that is stored; of others all).
+        cast: the dtype of all floating-point tensors (default: as they are stored). A finite value that does not fit is
+            an error.
+        overwrite: remove the foreign checkpoint, or the unfinished export, that is at `dst` first.
+        workers: files written concurrently (default: one for each core, at most 16; at least 8 for object stores).
+        verify: compare everything that is read with the checksums in the source's files (default: yes).
+        on: where the files are written, as for `convert`.
+        progress: called with the bytes done and the bytes in all.
+        options: those of the format (docs/export.md).
+
+    Returns:
+        What was written, and what the format has no place for.
+
+    Raises:
+        UsageError: there is no such format or option, or the checkpoint lacks a state.
+        UnsupportedError: something cannot be expressed in the format.
+        Conflict: `dst` is not empty.
+        ChecksumError: a file of the source is damaged.
+        NotFinished: another process is to finish (`on`).
+    """
+    where = Where.parse(on)
+    source, infos, exporter = _prepared(src, kind, states, cast, options)
+    store = dst if not isinstance(dst, str | PathLike) else open_store(dst)
+    with ExportJob(source, store, infos, exporter, verify=verify) as job:
+        where.begin(lambda: begin_export(job, overwrite=overwrite))
+        job.resume()
+        if where != HERE and (watching := find_watched(source.store)) is not None:
+            for file in source.metadata.files:  # others have read them, too
+                watching.note(file)
+        shown = None if progress is None else _with_last(progress, job.last_nbytes)
+        if not run_job(job, where, workers or workers_for(source.store, store), shown):
+            raise NotFinished(f"this part of {store.url} is written; another process finishes it")
+        job.finish(progress)
+        end_export(job)
+    _record(source, store.url, infos)
+    target = job.target
+    nbytes = sum(f.nbytes for f in target.files)
+    return Exported(store.url, len(target.files), nbytes, len(infos), target.left_out, verify and not job.bare)
+
+
+def _with_last(progress: Callable[[int, int], None], last: int) -> Callable[[int, int], None]:
+    """Progress over tasks, to whose bytes those of the last files are added."""
+    return lambda done, total: progress(done, total + last)
+
+
+def plan_export(
+    src: str | PathLike[str] | Checkpoint,
+    kind: str,
+    *,
+    states: str | Iterable[str] | None = None,
+    cast: str | None = None,
+    **options: Any,
+) -> Target:
+    """Plan an export; reads no tensors, and writes nothing.
+
+    Args:
+        src: as for `export`.
+        kind: as for `export`.
+        states: as for `export`.
+        cast: as for `export`.
+        options: as for `export`.
+
+    Returns:
+        The files with their sizes, and what the format has no place for.
+
+    Raises:
+        UcformatError: as for `export`.
+    """
+    source, infos, exporter = _prepared(src, kind, states, cast, options)
+    return exporter.target(source, infos)
+
+
+def _prepared(
+    src: str | PathLike[str] | Checkpoint,
+    kind: str,
+    states: str | Iterable[str] | None,
+    cast: str | None,
+    options: Mapping[str, Any],
+) -> tuple[Checkpoint, list[TensorInfo], Exporter]:
+    """The source, through a cast if there is one; the tensors; and the exporter."""
+    exporter = make_exporter(kind, **options)
+    source = src if isinstance(src, Checkpoint) else open_reference(src)
+    infos = _chosen(source, None if states is None else as_strings(states), exporter)
+    if cast is not None:
+        narrowed = _cast_steps(infos, cast)
+        keys = [info.key for info in infos]
+        source = source.view(narrowed) if narrowed else source
+        infos = [source.tensors[key] for key in keys]
+    return source, infos, exporter
+
+
+def _chosen(source: Checkpoint, states: Sequence[str] | None, exporter: Exporter) -> list[TensorInfo]:
+    found = [i for i in source.metadata.tensor_list.placed().tensors if states is None or i.state in states]
+    unknown = set(states or ()) - {i.state for i in found}
+    if unknown:
+        known = ", ".join(sorted({k.state for k in source.tensors}))
+        raise UsageError(f"{source.url} stores no tensor in state {min(unknown)!r}", hint=f"there are: {known}")
+    if not exporter.weights_only:
+        return found
+    if states is None:
+        best: dict[str, TensorInfo] = {}
+        for info in found:
+            if info.state == "weight" or (info.state == "master" and info.name not in best):
+                best[info.name] = info
+        found = list(best.values())
+    twice = [name for name, count in Counter(i.name for i in found).items() if count > 1]
+    if twice:
+        raise UsageError(
+            f"{twice[0]} is to be exported in several states, and {exporter.title} has one tensor of each name",
+            hint="choose one state: --state weight",
+        )
+    if not found:
+        raise UsageError(f"{source.url} stores no weights", hint="--state chooses another state")
+    return found
+
+
+def _cast_steps(infos: Sequence[TensorInfo], dtype: str) -> list[dict[str, Any]]:
+    """The steps of a view that casts floating-point tensors."""
+    if dtype not in FLOATS or dtype.startswith("complex"):
+        raise UsageError(f"tensors are not cast to {dtype!r}", hint="float32, bfloat16, float16, float64 or float8_…")
+    names: dict[str, list[str]] = {}
+    for info in infos:
+        if info.dtype in FLOATS and info.dtype != dtype and not info.dtype.startswith("complex"):
+            names.setdefault(info.state, []).append(f"/{re.escape(info.name)}/")
+    return [{"cast": found, "states": [state], "dtype": dtype} for state, found in names.items()]
+
+
+def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:
+    """Record the export in the catalog, with its source as parent, if it is of a format that can be opened."""
+
+    def record(catalog: Catalog) -> None:
+        try:
+            found = open_existing(url, None)
+        except NotACheckpoint:
+            return
+        manifest = source.manifest
+        about: dict[str, Any] = {"lineage": lineage_from(source, [i.key for i in infos]), "metrics": manifest.metrics}
+        about |= {"run": found.manifest.run or manifest.run, "config": found.manifest.config or manifest.config}
+        found = replace(found, manifest=found.manifest.model_copy(update=about))
+        record_all(catalog, [(url, found, 0)], How(strict=True), None)
+
+    with_catalog(record, f"the export {url} is complete, but not in the catalog", f"`ucp register {url}` records it")

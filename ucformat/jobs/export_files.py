@@ -1,0 +1,354 @@
+"""The files of an export, as tasks: each is written from beginning to end, while its elements are read and verified."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Self
+from zlib import crc32
+
+import numpy as np
+
+from ucformat.errors import Conflict
+from ucformat.exporters import make_exporter
+from ucformat.exporters.base import Sealed, Span
+from ucformat.format.digest import document_digest
+from ucformat.geometry.box import bounding_box
+from ucformat.geometry.tensor import Key, cut_piece
+from ucformat.jobs.convert_checks import StreamVerifier
+from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
+from ucformat.jobs.reopen import reopen, spec_of, views_of
+from ucformat.jobs.run import run, workers_for
+from ucformat.jobs.sums import sums_of
+from ucformat.reading.plan import ReadItem
+from ucformat.reading.read import read_items
+from ucformat.reading.readable import TRACKERS
+from ucformat.schema import ITEMSIZE
+from ucformat.storage.concurrency import map_io
+from ucformat.storage.upload import unit_for
+from ucformat.storage.url import open_store
+from ucformat.storage.watched import check_unchanged, find_watched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.exporters.base import Exporter, Part, TargetFile
+    from ucformat.geometry.tensor import Piece, TensorInfo
+    from ucformat.jobs.sums import SumPart
+    from ucformat.storage.base import Store
+
+__all__ = ["FOLDER", "ExportJob", "plan_of"]
+
+#: The folder of an unfinished export with its records; it is removed when the export is complete.
+FOLDER = "ucformat-export"
+
+_BAND_BYTES = 8 << 20  # read and written at once
+_PARTS = 4096  # of a file that are read at once
+
+
+def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter) -> dict[str, Any]:
+    """What identifies an export: the source's files as they are now, the tensors, and the options.
+
+    Args:
+        source: the checkpoint.
+        infos: the tensors.
+        exporter: the exporter.
+    """
+    files = map_io(source.store.info, source.metadata.files)
+    return {
+        "export": source.store.url,
+        "files": [(f.key, f.size, f.version) for f in files],
+        "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
+        "view": views_of(source),
+        "kind": exporter.kind,
+        "options": repr(exporter.options),
+    }
+
+
+class ExportJob(RecordedJob):
+    """Writes the files of a target, the large ones first, without those that are `last`.
+
+    Args:
+        source: the checkpoint.
+        store: the destination.
+        infos: the tensors.
+        exporter: plans the files.
+        verify: whether to compare what is read with the checksums in the source's files.
+    """
+
+    kind = "export"
+
+    def __init__(
+        self, source: Checkpoint, store: Store, infos: Sequence[TensorInfo], exporter: Exporter, *, verify: bool = True
+    ) -> None:
+        self.source, self.store, self.infos, self.exporter, self.verify = source, store, infos, exporter, verify
+        self.plan = document_digest(plan_of(source, infos, exporter))
+        self.attempt = self.plan.rpartition(":")[2][:20]
+        self.target = exporter.target(source, infos)
+        self.files = sorted((f for f in self.target.files if not f.last), key=lambda f: -f.nbytes)
+        self.count = len(self.files)
+        self.finished = set()
+        self.bare = False  # whether elements were exported that no checksum of the source covers
+        watching = find_watched(source.store) if verify else None
+        self.verifier = None if watching is None else StreamVerifier(source)
+        self._observing = ExitStack()
+        if watching is not None and self.verifier is not None:
+            self._observing.enter_context(watching.observed(self.verifier.see))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._observing.close()
+        super().__exit__(kind)
+
+    @property
+    def records(self) -> str:
+        """See RecordedJob."""
+        return f"{FOLDER}/{self.attempt}/finished"
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """See RecordedJob."""
+        return ("",)
+
+    def nbytes(self, task: int) -> int:
+        """See Job."""
+        return self.files[task].nbytes
+
+    def spec(self) -> dict[str, Any]:
+        """See Job."""
+        options = {f.name: getattr(self.exporter.options, f.name) for f in fields(self.exporter.options)}
+        return {
+            "job": "export_files:ExportJob",
+            "source": spec_of(self.source),
+            "store": self.store.url,
+            "tensors": [tuple(i.key) for i in self.infos],
+            "kind": self.exporter.kind,
+            "options": options,
+            "verify": self.verify,
+            "plan": self.plan,
+        }
+
+    @classmethod
+    def of_spec(cls, spec: Mapping[str, Any]) -> Self:
+        """See Job."""
+        source = reopen(spec["source"])
+        infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
+        exporter = make_exporter(spec["kind"], **spec["options"])
+        made = cls(source, open_store(spec["store"]), infos, exporter, verify=spec["verify"])
+        if made.plan != spec["plan"]:
+            raise Conflict(
+                f"{source.url} has other files where a worker reads it than where the job was started",
+                hint="it must be the same place on all machines, and must not change meanwhile",
+            )
+        return made
+
+    def run(self, task: int) -> tuple[TaskDoc, Sequence[SumPart]]:
+        """See Job."""
+        file = self.files[task]
+        noted: AbstractContextManager[list[SumPart]]
+        noted = nullcontext([]) if self.verifier is None else self.verifier.task()
+        with noted as sums:
+            bare = self.write(file)
+        return TaskDoc.of(task, self.store.info(file.key), b"", bare=bare), sums
+
+    def write(self, file: TargetFile, advance: Callable[[int], None] | None = None) -> bool:
+        """Write a file; a last one appears only if the source is intact and unchanged.
+
+        Args:
+            file: the file.
+            advance: called with the bytes of each part of it that is written.
+
+        Returns:
+            Whether elements that were read have no checksum in the source.
+        """
+        bare = False
+        crcs: list[int] = []
+        with self.store.create(file.key, unit_for(file.nbytes)) as out:
+            for band in _bands(file.parts()):
+                if isinstance(band, Sealed):
+                    out.write(band.make(crcs))
+                    continue
+                memory = _memory(sum(cut.nbytes for cut in band))
+                bare |= self._fill(band, memory)
+                if file.checksums:
+                    _continue_crcs(band, memory, crcs)
+                out.write(memory.data)
+                if advance is not None:
+                    advance(memory.nbytes)
+            if file.last:
+                self._check_source()
+        return bare
+
+    def _fill(self, band: Sequence[_Cut], memory: NDArray[np.uint8]) -> bool:
+        """Fill memory with consecutive parts of a file; returns whether elements have no checksum."""
+        buffers: list[NDArray[np.uint8]] = []
+        wanted: dict[Key, tuple[TensorInfo, list[tuple[int, Piece]]]] = {}
+        at = 0
+        for cut in band:
+            own = memory[at : at + cut.nbytes]
+            at += cut.nbytes
+            if isinstance(cut.part, bytes):
+                own[:] = np.frombuffer(cut.part, np.uint8)
+                continue
+            pieces = list(cut.pieces())
+            if sum(piece.box.size for _, piece in pieces) < cut.stop - cut.start:
+                own[:] = 0
+            for info, piece in pieces:
+                wanted.setdefault(info.key, (info, []))[1].append((len(buffers), piece))
+            buffers.append(own)
+        return self._read(list(wanted.values()), buffers)
+
+    def _read(
+        self, wanted: Sequence[tuple[TensorInfo, list[tuple[int, Piece]]]], buffers: Sequence[NDArray[np.uint8]]
+    ) -> bool:
+        source, verifier, bare = self.source, self.verifier, False
+        costs, items = source.store.costs, []
+        for info, pieces in wanted:
+            near = bounding_box(piece.box for _, piece in pieces)
+            assert near is not None  # noqa: S101 - there are pieces
+            extents = [e for e in source.source.extents(info.key, near) if e.box.intersect(near)]
+            if verifier is not None:
+                for _, piece in pieces:
+                    bare |= not verifier.expect(info, extents, piece.box)
+                extents = [verifier.planned(info, e) for e in extents]
+            items.append(ReadItem(info, extents, pieces))
+        if verifier is not None:  # it combines the checksums of blocks that are read in parts
+            costs = replace(costs, block=0)
+        labels = [""] * len(buffers)
+        for info, pieces in wanted:
+            for number, _ in pieces:
+                labels[number] = str(info.key)
+        read_items(source.store, items, buffers, labels, verify="whole" if self.verify else "never", costs=costs)
+        return bare
+
+    def record(self, results: Mapping[int, Any]) -> str:
+        """See Job."""
+        sums = sums_of(noted for _, noted in results.values())
+        tasks = tuple(doc for doc, _ in results.values())
+        return FinishedDoc(parts=self.parts, tasks=tasks, sums=sums).model_dump_json()
+
+    def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:  # noqa: ARG002 - see RecordedJob
+        """See RecordedJob."""
+        self.parts = max(self.parts, doc.parts)
+        for task in doc.tasks:
+            if task.task < self.count and task.file == self.files[task.task].key:
+                self.finished.add(task.task)
+                self.bare |= task.bare
+        if self.verifier is not None:
+            self.verifier.take(doc.sums)
+
+    @property
+    def last_nbytes(self) -> int:
+        """The bytes of the files that are written last."""
+        return sum(f.nbytes for f in self.target.files if f.last)
+
+    def finish(self, progress: Callable[[int, int], None] | None) -> None:
+        """Write the files that are last; call it when all tasks are finished.
+
+        Args:
+            progress: called with the bytes done and the bytes in all.
+
+        Raises:
+            ChecksumError: a file of the source is damaged.
+            Conflict: a file of the source has changed.
+        """
+        done, total = self.total, self.total + self.last_nbytes
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(min(done, total), total)
+
+        self._check_source()
+        for file in self.target.files:
+            if file.last:
+                self.store.flush()
+                self.bare |= self.write(file, advance)
+        self.store.flush()
+
+    def _check_source(self) -> None:
+        """Complete the checksums of which parts were read, and compare the versions of the files that were read."""
+        if self.verifier is not None:
+            for _ in run(self.verifier.finish, self.verifier.unfinished(), workers_for(self.source.store)):
+                pass
+        check_unchanged(self.source.store, f"{self.store.url} is not complete", TRACKERS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A range of a part: of its bytes, or of the elements of a span."""
+
+    part: bytes | Span
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * (1 if isinstance(self.part, bytes) else ITEMSIZE[self.part.dtype])
+
+    def pieces(self) -> Iterator[tuple[TensorInfo, Piece]]:
+        """The tensors in the range, and the pieces, placed in a buffer of the range."""
+        assert isinstance(self.part, Span)  # noqa: S101
+        for info, piece in self.part.pieces:
+            for cut in cut_piece(piece, self.start, self.stop):
+                yield info, replace(cut, offset=cut.offset - self.start)
+
+
+def _nbytes(part: bytes | Span) -> int:
+    return len(part) if isinstance(part, bytes) else part.nbytes
+
+
+def _bands(parts: Iterable[Part]) -> Iterator[list[_Cut] | Sealed]:
+    """Consecutive parts of a file that are read and written together, at most 8 MiB.
+
+    Large spans are cut at multiples of that, which are mostly the ends of chunks in the source.
+    """
+    band: list[_Cut] = []
+    left = _BAND_BYTES
+    for part in parts:
+        if band and (isinstance(part, Sealed) or _nbytes(part) > left):
+            yield band
+            band, left = [], _BAND_BYTES
+        if isinstance(part, Sealed):
+            yield part
+            continue
+        unit, size = (1, len(part)) if isinstance(part, bytes) else (ITEMSIZE[part.dtype], part.size)
+        at = 0
+        while True:
+            stop = min(size, at + max(1, left // unit))
+            band.append(_Cut(part, at, stop))
+            left -= (stop - at) * unit
+            at = stop
+            if left < unit or len(band) >= _PARTS:
+                yield band
+                band, left = [], _BAND_BYTES
+            if at >= size:
+                break
+    if band:
+        yield band
+
+
+def _continue_crcs(band: Sequence[_Cut], memory: NDArray[np.uint8], crcs: list[int]) -> None:
+    """Continue the CRC-32 of each span with its bytes in a band."""
+    at = 0
+    for cut in band:
+        if isinstance(cut.part, Span):
+            if cut.start == 0:
+                crcs.append(0)
+            crcs[-1] = crc32(memory.data[at : at + cut.nbytes], crcs[-1])
+        at += cut.nbytes
+
+
+_own = threading.local()
+
+
+def _memory(nbytes: int) -> NDArray[np.uint8]:
+    """Memory of this thread, reused for every band."""
+    memory: NDArray[np.uint8] = getattr(_own, "memory", np.empty(0, np.uint8))
+    if memory.size < nbytes:
+        _own.memory = memory = np.empty(nbytes, np.uint8)
+    return memory[:nbytes]
