@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.copy import Copied, copy
     from ucformat.jobs.cost import Cost, estimate
     from ucformat.jobs.doctor import Diagnosis, doctor
+    from ucformat.jobs.export import Exported, export
     from ucformat.jobs.fits import Fit, fits
     from ucformat.jobs.gc import collect
     from ucformat.jobs.materialize import materialize
@@ -41,6 +42,7 @@ __all__ = [
     "Copied",
     "Cost",
     "Diagnosis",
+    "Exported",
     "Fit",
     "Layout",
     "ReadPlan",
@@ -53,6 +55,7 @@ __all__ = [
     "doctor",
     "errors",
     "estimate",
+    "export",
     "fits",
     "materialize",
     "open",
@@ -68,6 +71,7 @@ _HOMES = {
     "Copied": "jobs.copy:Copied",
     "Cost": "jobs.cost:Cost",
     "Diagnosis": "jobs.doctor:Diagnosis",
+    "Exported": "jobs.export:Exported",
     "Fit": "jobs.fits:Fit",
     "Layout": "geometry.layout:Layout",
     "ReadPlan": "reading.rank:ReadPlan",
@@ -79,6 +83,7 @@ _HOMES = {
     "doctor": "jobs.doctor:doctor",
     "errors": "errors:",
     "estimate": "jobs.cost:estimate",
+    "export": "jobs.export:export",
     "fits": "jobs.fits:fits",
     "materialize": "jobs.materialize:materialize",
     "open": "references:open_reference",

@@ -58,19 +58,26 @@ def _walk(group: LazyGroup, path: str = "ucp") -> Iterator[tuple[str, click.Comm
 COMMANDS = list(_walk(ucp))
 
 
+def _section(path: str) -> str:
+    """The section of a command; before that of a format, what all formats have in common."""
+    found = re.search(rf"^###? {path}\n(.*?)(?=^##|\Z)", DOCS, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"docs/cli.md has no section {path}"
+    group = "ucp export"
+    return (_section(group) if path.startswith(f"{group} ") else "") + found[1]
+
+
 @pytest.mark.parametrize(("path", "command", "text"), COMMANDS, ids=[c[0] for c in COMMANDS])
 def test_every_command_and_option_is_documented(path: str, command: click.Command, text: str) -> None:
-    section = re.search(rf"^## {path}\n(.*?)(?=^## |\Z)", DOCS, re.MULTILINE | re.DOTALL)
-    assert section is not None, f"docs/cli.md has no section {path}"
+    section = _section(path)
     common = DOCS[: DOCS.index("\n## ucp ")]
     assert f"`{path}`" in common
     for param in command.params:
         for spelling in [*param.opts, *param.secondary_opts] if isinstance(param, click.Option) else []:
-            where = common if spelling in COMMON else section[1]
+            where = common if spelling in COMMON else section
             assert re.search(rf"`{spelling}[ `]", where), f"{path} {spelling} is not in docs/cli.md"
         if isinstance(param, click.Argument):
-            assert str(param.metavar) in section[1]
-    documented = set(re.findall(r"(?<=[`\s])--[a-z-]+", re.sub(r"```.*?```", "", section[1], flags=re.DOTALL)))
+            assert str(param.metavar) in section
+    documented = set(re.findall(r"(?<=[`\s])--[a-z-]+", re.sub(r"```.*?```", "", section, flags=re.DOTALL)))
     assert documented <= {o for p in command.params for o in (*p.opts, *p.secondary_opts)}, (
         "docs/cli.md has options that are no more"
     )

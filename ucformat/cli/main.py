@@ -32,6 +32,14 @@ _CATALOG = LazyGroup(
     help="Inspect and upgrade the catalog.",
 )
 
+_EXPORT = LazyGroup(
+    "export",
+    {
+        "safetensors": ("export:safetensors", "safetensors files for Hugging Face, vLLM and others."),
+    },
+    help="Write a checkpoint in the format of another tool.",
+)
+
 _LAYOUT = LazyGroup(
     "layout",
     {
@@ -49,6 +57,7 @@ ucp = Program(
         "plan": ("layouts:plan", "Compute what the ranks of a layout would read."),
         "fits": ("layouts:fits", "Check whether checkpoints can be loaded under a layout."),
         "convert": ("convert:convert", "Convert any checkpoint to a universal one."),
+        "export": (_EXPORT, "Write a checkpoint in the format of another tool."),
         "materialize": ("convert:materialize", "Convert a packed checkpoint to arrays."),
         "copy": ("convert:copy", "Copy a universal checkpoint to another location."),
         "verify": ("verify:verify", "Read every byte and compare it with its checksums."),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UnsupportedError, UsageError
@@ -21,7 +20,7 @@ from ucformat.storage.base import Info
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
@@ -71,24 +70,19 @@ class SafetensorsExporter(Exporter):
         aliases |= {stored: name for stored, name in names.items() if stored != name}
         files = files_of(infos, names, aliases, self.options.name, self.options.max_shard_bytes)
         assets = self._assets(source)
-        last = (TargetFile(name, 0, partial(_one, read), last=True) for name, read in assets.items())
+        last = (TargetFile.of(name, data, last=True) for name, data in assets.items())
         return Target((*files, *last), left_out(source, infos, assets=assets))
 
-    def _assets(self, source: Checkpoint) -> dict[str, Callable[[], bytes]]:
-        """Functions that read the files beside the tensors, by name."""
-        own = find_assets(Info(name, 0, "") for name in source.assets)
-        found: dict[str, Callable[[], bytes]] = {name: partial(source.assets.__getitem__, name) for name in own}
+    def _assets(self, source: Checkpoint) -> dict[str, bytes]:
+        """The files beside the tensors, by name."""
+        found = {name: source.assets[name] for name in find_assets(Info(n, 0, "") for n in source.assets)}
         if self.options.assets is not None:
             store = open_store(self.options.assets)
             given = find_assets(store.list())
             if not given:
                 raise UsageError(f"{store.url} has no config.json, tokenizer or similar file")
-            found |= {name: partial(store.read, name) for name in given}
+            found |= {name: store.read(name) for name in given}
         return found
-
-
-def _one(read: Callable[[], bytes]) -> tuple[bytes]:
-    return (read(),)
 
 
 def written_names(aliases: Mapping[str, str], infos: Sequence[TensorInfo]) -> dict[str, str]:

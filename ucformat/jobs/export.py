@@ -213,7 +213,10 @@ def _cast_steps(infos: Sequence[TensorInfo], dtype: str) -> list[dict[str, Any]]
 
 
 def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:
-    """Record the export in the catalog, with its source as parent, if it is of a format that can be opened."""
+    """Record the export in the catalog, with its source as parent, if it is of a format that can be opened.
+
+    It is not of the source's run, of which the newest checkpoint is one to resume from.
+    """
 
     def record(catalog: Catalog) -> None:
         try:
@@ -222,7 +225,7 @@ def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:
             return
         manifest = source.manifest
         about: dict[str, Any] = {"lineage": lineage_from(source, [i.key for i in infos]), "metrics": manifest.metrics}
-        about |= {"run": found.manifest.run or manifest.run, "config": found.manifest.config or manifest.config}
+        about["config"] = found.manifest.config or manifest.config
         found = replace(found, manifest=found.manifest.model_copy(update=about))
         record_all(catalog, [(url, found, 0)], How(strict=True), None)
 

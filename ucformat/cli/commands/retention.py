@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -117,16 +116,6 @@ def _row_table(rows: Iterable[tuple[RetentionRow, Sequence[str]]], why: str = ""
     return table(head, body, left=(0, 1, 4), shrink=(0, 4) if why else (0,), width=width)
 
 
-def _confirm(question: str, out: Output, *, yes: bool) -> bool:
-    """Ask for confirmation at a terminal, unless `yes`; elsewhere --apply is enough."""
-    if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return True
-    if click.confirm(question, err=True):
-        return True
-    out.note("nothing was done")
-    return False
-
-
 @command
 @click.option("-p", "--policy", "file", required=True, metavar="FILE", help="The policy, YAML or JSON.")
 @click.option("--apply", is_flag=True, help="Delete what the plan lists.  [default: only show the plan]")
@@ -164,7 +153,7 @@ def retain(
             out.warn(text)
         amount = f"{plural(len(plan.delete), 'checkpoint')}, {bytes_text(plan.bytes_deleted)}"
         if apply and plan.delete:
-            if not _confirm(f"delete {amount}?", out, yes=yes):
+            if not out.confirm(f"delete {amount}?", yes=yes):
                 raise click.exceptions.Exit(1)
             catalog.retain(policy, apply=plan.id)
         applied = apply
@@ -246,7 +235,7 @@ def gc(
             out.result(lambda: _gc_lines(found), dict)
         work = bool(found.plan.purge or found.resumed or found.leftovers)
         if apply and work:
-            if not _confirm(f"permanently remove {_amount(found)}?", out, yes=yes):
+            if not out.confirm(f"permanently remove {_amount(found)}?", yes=yes):
                 raise click.exceptions.Exit(1)
             try:
                 with out.progress("removing", "checkpoints") as progress:

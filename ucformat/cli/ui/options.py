@@ -41,6 +41,7 @@ __all__ = [
     "VIEW",
     "command",
     "ignore_dependents_of",
+    "layout_of",
     "open_any",
     "parse_metric",
     "ref_argument",
@@ -293,8 +294,12 @@ def _source_value(key: str, text: str) -> Any:
     return _SOURCE_READERS[known[key]](key, text) if key in known else text
 
 
-def _layout(_key: str, text: str) -> Any:
-    """A layout from a file, or the name of a preset."""
+def layout_of(text: str) -> Any:
+    """A layout from a file, or the name of a preset.
+
+    Args:
+        text: the value of an option.
+    """
     from ucformat.geometry.layout import Layout
 
     path = local_path(text, absolute=False)
@@ -337,7 +342,7 @@ _SOURCE_READERS: dict[str, Callable[[str, str], Any]] = {
     "cuts": _cuts,
     "document": _document,
     "flag": _flag,
-    "layout": _layout,
+    "layout": lambda _key, text: layout_of(text),
     "names": lambda _key, text: text.split(","),
     "number": _number,
 }

@@ -118,6 +118,23 @@ class Output:
         with progress_bar(title, unit) as update:
             yield update
 
+    def confirm(self, question: str, *, yes: bool) -> bool:
+        """Ask for confirmation at a terminal; elsewhere the option that asks for the work is enough.
+
+        Args:
+            question: what is asked.
+            yes: do not ask.
+
+        Returns:
+            Whether to go on; if not, a note says that nothing was done.
+        """
+        if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            return True
+        if click.confirm(question, err=True):
+            return True
+        self.note("nothing was done")
+        return False
+
 
 def print_error(message: str, hint: str | None = None, *, as_json: bool, kind: str, code: int) -> None:
     """Print an error to stderr.

@@ -1,0 +1,193 @@
+"""`ucp export KIND`: a checkpoint in the format of another tool, a command for each format."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ucformat.cli.ui.options import CATALOG, SIZE, SOURCE, SRC, STATES, VIEW, command, layout_of
+from ucformat.cli.ui.output import Heading, terminal_width
+from ucformat.cli.ui.text import bytes_text, field, plural
+from ucformat.cli.ui.where import ON, PART, where_of
+from ucformat.exporters import EXPORTERS
+from ucformat.exporters.base import options_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from dataclasses import Field
+
+    from ucformat.cli.ui.output import Output
+    from ucformat.exporters.base import Target
+
+__all__ = ["export_command"]
+
+
+def __getattr__(name: str) -> click.Command:
+    kind = name.replace("_", "-")
+    if kind not in EXPORTERS:
+        raise AttributeError(name)
+    return export_command(kind)
+
+
+@lru_cache
+def export_command(kind: str) -> click.Command:
+    """The command of a format, with the options of its exporter.
+
+    Args:
+        kind: the format.
+    """
+
+    def export(
+        src: str,
+        dst: str,
+        states: tuple[str, ...],
+        cast: str | None,
+        overwrite: bool,  # noqa: FBT001
+        yes: bool,  # noqa: FBT001
+        workers: int | None,
+        no_verify: bool,  # noqa: FBT001
+        view: str | None,
+        options: dict[str, Any] | None,
+        on: str | None,
+        part: str | None,
+        dry_run: bool,  # noqa: FBT001
+        out: Output,
+        **given: Any,
+    ) -> None:
+        import ucformat
+        from ucformat.cli.program import Interrupted
+        from ucformat.jobs.export import plan_export
+
+        given = {name: value for name, value in given.items() if value is not None}
+        source = ucformat.open(src, view=view, options=options)
+        chosen = list(states) or None
+        if dry_run:
+            _print_plan(plan_export(source, kind, states=chosen, cast=cast, **given), out)
+            return
+        if overwrite and not out.confirm(f"remove the checkpoint at {dst}, if there is one?", yes=yes):
+            raise click.exceptions.Exit(1)
+        begun = time.perf_counter()
+        try:
+            with out.progress("exporting") as progress:
+                done = ucformat.export(
+                    source,
+                    dst,
+                    kind,
+                    states=chosen,
+                    cast=cast,
+                    overwrite=overwrite,
+                    workers=workers,
+                    verify=not no_verify,
+                    on=where_of(on, part),
+                    progress=progress,
+                    **given,
+                )
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"interrupted: {dst} is not complete; run the same command again and it continues"
+            ) from None
+        seconds = time.perf_counter() - begun
+        found = {
+            "url": done.url,
+            "kind": kind,
+            "files": done.files,
+            "tensors": done.tensors,
+            "bytes": done.nbytes,
+            "left_out": list(done.left_out),
+            "verified": done.verified,
+            "seconds": round(seconds, 3),
+            "mb_per_s": round(done.nbytes / seconds / 1e6, 3),
+        }
+        if done.left_out:
+            out.note(f"left out, because {EXPORTERS[kind].title} has no place for it: {'; '.join(done.left_out)}")
+        if not done.verified:
+            why = "--no-verify was given" if no_verify else "SRC's files have no checksums for all of it"
+            out.note(f"exported without verification: {why}")
+        amount = f"{plural(done.tensors, 'tensor')} in {plural(done.files, 'file')}, {bytes_text(done.nbytes)}"
+        speed = f"in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
+        out.result(lambda: [f"{done.url}  {amount} {speed}"], lambda: found, lambda: [done.url])
+
+    title = EXPORTERS[kind].title
+    export.__doc__ = f"""Export SRC to DST as {title}.
+
+    Resumable: if interrupted, DST is no checkpoint yet, and running the same command again writes only what is missing.
+    What {title} has no place for is listed.
+    """
+    made: Callable[..., None] = export
+    own = options_of(EXPORTERS[kind])
+    for option in (
+        *(_own_option(name, of) for name, of in own.items()),
+        SRC,
+        click.argument("dst", metavar="DST"),
+        STATES,
+        *_COMMON,
+        VIEW,
+        SOURCE,
+        ON,
+        PART,
+        click.option(
+            "--dry-run", is_flag=True, help="Print the files, their sizes, and what is left out; write nothing."
+        ),
+        CATALOG,
+    )[::-1]:
+        made = option(made)
+    found = command(made)
+    found.name = kind
+    return found
+
+
+_COMMON = (
+    click.option(
+        "--cast", metavar="DTYPE", help="Round floating-point tensors to this dtype: float32, bfloat16, float16, …"
+    ),
+    click.option(
+        "--overwrite",
+        is_flag=True,
+        help="Remove the foreign checkpoint, or the unfinished export, that is at DST first.",
+    ),
+    click.option("-y", "--yes", is_flag=True, help="With --overwrite, do not ask for confirmation."),
+    click.option(
+        "-w",
+        "--workers",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Number of files to write concurrently.  [default: one for each core, at most 16]",
+    ),
+    click.option("--no-verify", is_flag=True, help="Do not check the checksums in SRC's files."),
+)
+
+
+def _own_option(name: str, of: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The option of a command for an option of an exporter."""
+    how, text = of.metadata["how"], of.metadata["text"]
+    spelled, help_text = f"--{name.replace('_', '-')}", f"{text[0].upper()}{text[1:].rstrip('.')}."
+    if how == "flag":
+        return click.option(spelled, name, is_flag=True, default=None, help=help_text)
+    kind, metavar, read = {
+        "number": (click.INT, "N", None),
+        "size": (SIZE, "SIZE", None),
+        "names": (None, "NAME,…", lambda _c, _p, v: None if v is None else tuple(v.split(","))),
+        "layout": (None, "FILE|PRESET", lambda _c, _p, v: None if v is None else layout_of(v)),
+        "text": (None, "TEXT", None),
+        "path": (None, "PATH", None),
+    }[how]
+    return click.option(spelled, name, type=kind, metavar=metavar, callback=read, help=help_text)
+
+
+def _print_plan(target: Target, out: Output) -> None:
+    files = [{"file": f.key, "bytes": f.nbytes} for f in target.files]
+    nbytes = sum(f.nbytes for f in target.files)
+
+    def lines() -> Iterator[str]:
+        width = terminal_width()
+        yield Heading(f"{plural(len(files), 'file')}, {bytes_text(nbytes)}; nothing was written")
+        for file in target.files:
+            yield f"{bytes_text(file.nbytes):>10}  {file.key}"
+        for what in target.left_out:
+            yield from field("left out", what, width)
+
+    found = {"files": files, "bytes": nbytes, "left_out": list(target.left_out)}
+    out.result(lines, lambda: found, lambda: [f.key for f in target.files])
