@@ -27,6 +27,7 @@ def sample_of(name: str, place: str = "ckpt") -> Sample:
 
 class TestByteCheckpoint(SourceSuite):
     outranked = frozenset({"megatron"})
+    cyclic = True
 
     @pytest.fixture(params=_NAMES)
     def sample(self, request: pytest.FixtureRequest) -> Sample:

@@ -68,6 +68,7 @@ def sample_of(name: str, kind: str) -> Sample:
 
 class TestMegatron(SourceSuite):
     most_read = 6.0
+    cyclic = True
 
     most_requests = 600  # all items of a rank are in two files
 

@@ -146,12 +146,14 @@ class TensorTable(BaseModel):
         name, kind, paths, at = array("i"), array("i"), {}, {}
         digests: list[str | None] = []
         for t in tensors:
-            folder, templates = None, tuple(_template(path, t.name) for path in t.at)
+            folder, templates = None, tuple(_template(path, t.name) for path in t.at) if t.at else ()
             if t.path is not None:
                 folder = t.path.rpartition("/")[0] or t.path
                 if t.path != f"{folder}/{quoted(t.name)}":
                     paths[str(len(name))] = t.path
-            if any(template == path for template, path in zip(templates, t.at, strict=True)):  # no kind shares it
+            if t.at and any(
+                template == path for template, path in zip(templates, t.at, strict=True)
+            ):  # no kind shares it
                 at[str(len(name))], templates = t.at, ()
             name.append(names.setdefault(t.name, len(names)))
             key = (t.state, t.dtype, t.shape, t.chunk, t.shard, folder, templates)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.sources.index import Group
-from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
@@ -15,7 +15,7 @@ from ucformat.storage.concurrency import map_io
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ucformat.storage.base import Store
+    from ucformat.sources.pickle.file import TorchFile
 
 __all__ = [
     "Group",
@@ -34,7 +34,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-class Ranks(Generic[T]):
+class Ranks(ABC, Generic[T]):
     """The files of all ranks, opened and parsed on demand.
 
     Opening the checkpoint opens the first rank's file, and a request those that it needs. A request that continues
@@ -42,12 +42,14 @@ class Ranks(Generic[T]):
     whole checkpoint.
     """
 
-    def __init__(
-        self, store: Store, keys: Sequence[str], allow: tuple[str, ...], parse: Callable[[int, TorchFile], T]
-    ) -> None:
-        self._store, self.keys, self._allow, self._parse = store, keys, allow, parse
+    def __init__(self, keys: Sequence[str], load: Callable[[str], TorchFile]) -> None:
+        self.keys, self._load_file = keys, load
         self._open: dict[int, T] = {}
         self._lock = threading.Lock()
+
+    @abstractmethod
+    def _parse(self, rank: int, file: TorchFile) -> T:
+        """Parse and check a rank's file."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -77,7 +79,7 @@ class Ranks(Generic[T]):
 
     def _load(self, ranks: list[int]) -> None:
         def load(rank: int) -> T:
-            return self._parse(rank, TorchFile(self._store, self.keys[rank], allow=self._allow))
+            return self._parse(rank, self._load_file(self.keys[rank]))
 
         self._open |= zip(ranks, map_io(load, ranks), strict=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError
@@ -35,8 +34,6 @@ class Merged:
         self.contents = TensorIndex()
         self.means: dict[Key, tuple[Key, ...]] = {}
         self._store, self._resolver = store, resolver
-        self._copies: dict[Key, list[Replica]] = {}  # equal tensors of several stages
-        self._agreed: set[Key] = set()
         self._homes: dict[str, Sequence[Slice]] = {}  # the first stage that holds a parameter
         shapes = [_shapes(stage) for stage in stages]
         described = (name for slices in stages for name in slices[0].model.described)
@@ -62,6 +59,10 @@ class Merged:
         self, key: Key, slices: Sequence[Slice], shapes: tuple[tuple[int, ...], ...], sharding: TPSharding
     ) -> None:
         """A tensor in one state, read as its parameter is; states without its shape must be whole on every rank."""
+        if len(slices) == 1 and not (sharding.padding_rows or sharding.scaled):
+            local = slices[0].contents
+            self._put(local.infos[key], local.locate[key])
+            return
         infos = [s.contents.infos[key] for s in slices]
         found = tuple(info.shape for info in infos)
         if len({info.dtype for info in infos}) > 1:
@@ -89,9 +90,6 @@ class Merged:
         if sharding.scaled:
             self._put(info, lambda _: _refuse_scaled(key))
             return
-        if len(slices) == 1 and not sharding.padding_rows:
-            self._put(info, slices[0].contents.locate[key])
-            return
         tensor = _MergedTensor(self._store, info, slices, sharding.regions)
         self._put(info, tensor.extents)
         if sharding.padding_rows:
@@ -100,11 +98,10 @@ class Merged:
 
     def _put(self, info: TensorInfo, locate: Locate) -> None:
         """Add a stage's tensor; copies in several stages must be equal."""
-        key, copy = info.key, Replica(locate, Box.whole(info.shape), info.itemsize)
+        key = info.key
         known = self.contents.infos.get(key)
         if known is None:
-            self._copies[key] = [copy]
-            self.contents.put(info, partial(self._locate, key))
+            self.contents.put(info, locate)
             return
         if known != info:
             raise IntegrityError(
@@ -112,14 +109,11 @@ class Merged:
                 "in another",
                 hint=_MIXED,
             )
-        self._copies[key].append(copy)
-
-    def _locate(self, key: Key, within: Box | None) -> Iterator[Extent]:
-        copies = self._copies[key]
-        if key not in self._agreed and len(copies) > 1 and not self._resolver.may_differ(key.name):
-            must_agree(self._store, key, copies)
-        self._agreed.add(key)
-        return copies[0].locate(within)
+        first = self.contents.locate[key]
+        if not isinstance(first, _Copies):
+            first = _Copies(self._store, info, first, may_differ=self._resolver.may_differ(key.name))
+            self.contents.locate[key] = first
+        first.add(locate)
 
     def _verdict(self, name: str) -> Verdict:
         """Whether the parts of a parameter are equal: by its weight, or its other states if the weight is constant."""
@@ -135,6 +129,25 @@ class Merged:
             if found != "constant":
                 break
         return found
+
+
+class _Copies:
+    """A tensor of several stages; the first stage's is read, after a check that all are equal."""
+
+    def __init__(self, store: Store, info: TensorInfo, first: Locate, *, may_differ: bool) -> None:
+        self._store, self._info = store, info
+        self._copies: list[Replica] = []
+        self._agreed = may_differ
+        self.add(first)
+
+    def add(self, locate: Locate) -> None:
+        self._copies.append(Replica(locate, Box.whole(self._info.shape), self._info.itemsize))
+
+    def __call__(self, within: Box | None) -> Iterator[Extent]:
+        if not self._agreed:
+            must_agree(self._store, self._info.key, self._copies)
+            self._agreed = True
+        return self._copies[0].locate(within)
 
 
 class _MergedTensor:

@@ -37,7 +37,13 @@ class OpenDeepSpeed:
     def __init__(self, store: Store, files: TagFiles, how: DeepSpeedOptions) -> None:
         self.store = store
         self._files = files
-        degrees, stages = _read(store, files, how)
+        self._opened: dict[str, TorchFile] = {}
+
+        def load(key: str, opened: dict[str, TorchFile] = self._opened) -> TorchFile:
+            file = opened[key] = TorchFile(store, key, allow=how.allow)
+            return file
+
+        degrees, stages = _read(load, files, how)
         models = [m for slices in stages for of in slices for m in of.models]
         resolver = ShardingResolver(models, degrees.tp, how.layout, how.vocab, how.cuts)
         merged = Merged(store, stages, resolver)
@@ -71,18 +77,16 @@ class OpenDeepSpeed:
         return self._contents.extents(key, within, self.store.url)
 
     def records(self) -> Iterator[FileRecord]:
-        """Every record of the zip files of all ranks; reads the directory of each."""
+        """Every record of the zip files of all ranks; reads the directories of those that are not open."""
         for key in self._files.all:
             if key != self._files.latest:
-                yield from TorchZip(self.store, key).records()
+                yield from (self._opened.get(key) or TorchZip(self.store, key)).records()
 
 
-def _read(store: Store, files: TagFiles, how: DeepSpeedOptions) -> tuple[ParallelDegrees, list[list[Slice]]]:
+def _read(
+    load: Callable[[str], TorchFile], files: TagFiles, how: DeepSpeedOptions
+) -> tuple[ParallelDegrees, list[list[Slice]]]:
     """The checkpoint's slices by pipeline stage and tensor-parallel rank."""
-
-    def load(key: str) -> TorchFile:
-        return TorchFile(store, key, allow=how.allow)
-
     first = ModelStates(load(files.models[0][0]))
     degrees = ParallelDegrees.of(files, first)  # before opening others, which may not belong to it
     others = [row[not m :] for m, row in enumerate(files.models)]
@@ -117,7 +121,7 @@ def _read(store: Store, files: TagFiles, how: DeepSpeedOptions) -> tuple[Paralle
             grid[p][t],
             optims[p * degrees.tp + t],
             degrees.label(p, t),
-            how.allow,
+            load,
             zero3=files.zero3,
             shared=None if p else shared,
             names=names[p],
@@ -146,7 +150,7 @@ def _expert_stages(
         model = expert_model(first, file, experts, degree, rank)
         label = f"ep{rank}" if rank else ""
         names = None if how.groups is None else [[n for n in g if experts.locally(n, degree, rank)] for g in how.groups]
-        of = read_slice([model], (), label, how.allow, zero3=False, shared=None, names=names)
+        of = read_slice([model], (), label, load, zero3=False, shared=None, names=names)
         if rank:
             of.contents.forget(key for key in stages[0][0].contents.infos if key.state == "weight")
         else:

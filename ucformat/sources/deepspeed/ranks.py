@@ -14,11 +14,12 @@ from ucformat.sources.deepspeed.zero12 import Zero12
 from ucformat.sources.tp_merge.replicas import LocalContents
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ucformat.sources.deepspeed.experts import Experts
     from ucformat.sources.deepspeed.folder import TagFiles
     from ucformat.sources.deepspeed.model import ModelStates
+    from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["ParallelDegrees", "Slice", "read_slice", "read_weights"]
 
@@ -45,7 +46,7 @@ def read_slice(
     models: list[ModelStates],
     optims: tuple[str, ...],
     label: str,
-    allow: tuple[str, ...],
+    load: Callable[[str], TorchFile],
     *,
     zero3: bool,
     shared: dict[str, str] | None,
@@ -58,7 +59,7 @@ def read_slice(
         models: its model states files, by data-parallel rank.
         optims: the keys of its optimizer files, by data-parallel rank.
         label: the rank's label (see `ParallelDegrees.label`).
-        allow: further packages whose classes become inert stand-ins.
+        load: opens one file.
         zero3: whether the checkpoint is of ZeRO 3.
         shared: the tied names in the first rank's file; None if it has none.
         names: the names of each optimizer group's parameters, for ZeRO 0; None: they are derived.
@@ -77,9 +78,9 @@ def read_slice(
             "such checkpoints are not yet read"
         )
     if zero3:
-        Zero3(model, optims, allow, contents)
+        Zero3(model, optims, load, contents)
     elif model.param_shapes is not None:
-        zero = Zero12(model, optims, allow, contents, experts)
+        zero = Zero12(model, optims, load, contents, experts)
         out.stage, out.degrees = zero.stage, tuple(zero.degrees)
     else:
         read_zero0(model, names, contents)

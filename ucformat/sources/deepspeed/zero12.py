@@ -41,7 +41,7 @@ from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
@@ -66,27 +66,27 @@ class Zero12Partition:
     states: list[dict[str, Any]]
 
 
-class Zero12:
+class Zero12(Ranks[Zero12Partition]):
     """The flat groups of a ZeRO 1 or 2 checkpoint; ranks beyond the first are opened when their extents are needed."""
 
     def __init__(
         self,
         model: ModelStates,
         keys: tuple[str, ...],
-        allow: tuple[str, ...],
+        load: Callable[[str], TorchFile],
         contents: TensorIndex,
         experts: Experts | None = None,
     ) -> None:
-        self.model, self.world, self.contents = model, len(keys), contents
+        super().__init__(keys, load)
+        self.model, self.world = model, len(keys)
         self.experts = experts or Experts(len(keys))
         self.degrees: list[int] = []  # expert-parallel ranks of each group
         self.shapes = model.param_shapes or []  # of the parameters, by flat group
         self.flat: list[FlatBuffer] = []
         self.round_robin: list[FlatBuffer] = []
-        self.ranks = Ranks(model.file.store, keys, allow, self._parse)
-        self.first = self.ranks[0]
+        self.first = self[0]
         self._scalars = read_scalars(self.first.file, self.first.states)
-        self._describe()
+        self._describe(contents)
 
     def _parse(self, rank: int, file: TorchFile) -> Zero12Partition:
         """Parse a rank's file and check it against the layout, which the first file, rank 0's, defines."""
@@ -211,9 +211,9 @@ class Zero12:
                 hint="files of different saves are mixed in one folder",
             )
 
-    def _describe(self) -> None:
+    def _describe(self, contents: TensorIndex) -> None:
         """Add the tensors, groups and scalars that rank 0's file describes."""
-        file, contents = self.first.file, self.contents
+        file = self.first.file
         state = file.value["optimizer_state_dict"]
         base = state["base_optimizer_state"]
         hypers = base["param_groups"] if isinstance(base, dict) else [{}] * len(self.flat)
@@ -245,7 +245,7 @@ class Zero12:
         buffer, shape = self.flat[index], self.shapes[index][name]
         wanted = buffer.holders(name, *flat_range(shape, within))
         holders = self.experts.holders(self.degrees[index], expert_rank)
-        opened = self.ranks.get([holders[at] for at in wanted])
+        opened = self.get([holders[at] for at in wanted])
         for at in wanted:
             start, stop, offset = buffer.part_on(name, at)
             part = opened[holders[at]]

@@ -32,7 +32,7 @@ from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
@@ -55,20 +55,20 @@ class Zero3Partition:
     owners: list[int]  # the optimizer group of each flat group
 
 
-class Zero3:
+class Zero3(Ranks[Zero3Partition]):
     """The flat groups of a ZeRO 3 checkpoint; ranks beyond the first are opened when their extents are needed."""
 
     def __init__(
-        self, model: ModelStates, keys: tuple[str, ...], allow: tuple[str, ...], contents: TensorIndex
+        self, model: ModelStates, keys: tuple[str, ...], load: Callable[[str], TorchFile], contents: TensorIndex
     ) -> None:
-        self.model, self.world, self.contents = model, len(keys), contents
+        super().__init__(keys, load)
+        self.model, self.world = model, len(keys)
         self.shapes = model.param_shapes or []  # of the parameters, by flat group
         self.flat = [_flat_buffer(shapes, self.world) for shapes in self.shapes]
-        self.ranks = Ranks(model.file.store, keys, allow, self._parse)
         self.first: Zero3Partition | None = None
-        self.first = self.ranks[0]
+        self.first = self[0]
         self._scalars = read_scalars(self.first.file, self.first.states)
-        self._describe(self.first)
+        self._describe(self.first, contents)
 
     def _parse(self, rank: int, file: TorchFile) -> Zero3Partition:
         state = need(file.value, "optimizer_state_dict", dict, file.key)
@@ -114,9 +114,9 @@ class Zero3:
                 hint="files of different saves are mixed in one folder",
             )
 
-    def _describe(self, first: Zero3Partition) -> None:
+    def _describe(self, first: Zero3Partition, contents: TensorIndex) -> None:
         """Add the tensors, groups and scalars that rank 0's file describes."""
-        file, contents = first.file, self.contents
+        file = first.file
         state = file.value["optimizer_state_dict"]
         for hyper in state["optimizer_state_dict"]["param_groups"]:
             contents.groups.append(Group([], hyper_parameters(hyper, file)))
@@ -146,7 +146,7 @@ class Zero3:
         """The parts of a parameter in the flat groups of the ranks that hold elements of the box."""
         buffer, shape = self.flat[index], self.shapes[index][name]
         wanted = buffer.holders(name, *flat_range(shape, within))
-        opened = self.ranks.get(wanted)
+        opened = self.get(wanted)
         for rank in wanted:
             part = opened[rank]
             memory = part.masters[index] if state == "master" else part.states[index][state]

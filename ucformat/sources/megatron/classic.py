@@ -17,7 +17,6 @@ from ucformat.sources.megatron.rank_files import RankFile, read_ranks
 from ucformat.sources.megatron.rank_states import read_states
 from ucformat.sources.megatron.resolver import NameResolver
 from ucformat.sources.megatron.stacked import add_tensor, joined
-from ucformat.sources.pickle.file import TorchZip
 from ucformat.sources.tp_merge.replicas import LocalContents, compare
 from ucformat.sources.tp_merge.sharding import TPSharding, layout_of_cuts, replicate
 from ucformat.sources.values import to_json
@@ -98,9 +97,9 @@ class OpenClassic:
     def records(self) -> Iterator[FileRecord]:
         """Every record of the files of all ranks."""
         for rank in self._ranks.values():
-            yield from TorchZip(self.store, rank.file.file.key).records()
+            yield from rank.file.file.records()
             if rank.file.distrib:
-                yield from TorchZip(self.store, rank.file.distrib.key).records()
+                yield from rank.file.distrib.records()
 
     def _join(self, how: MegatronOptions) -> None:
         """All tensors: the parts of each parameter by tensor-parallel rank, and the ranks with copies of them."""

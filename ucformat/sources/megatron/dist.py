@@ -20,7 +20,7 @@ from ucformat.sources.megatron.flat_states import add_flat_states
 from ucformat.sources.megatron.folder import CONFIG, backend_of, built_by_megatron
 from ucformat.sources.megatron.names import Bucket, Member, StateKey, groups_by_rule, name_of, split_state_key
 from ucformat.sources.megatron.stacked import StackedTensor, UnstackedPart, add_tensor, original_shapes, unstacked
-from ucformat.sources.pickle.file import TorchFile, TorchZip
+from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
 from ucformat.storage.base import exists
@@ -96,7 +96,7 @@ class OpenDist:
 
     def records(self) -> Iterator[FileRecord]:
         """Every record of the archives of all items, and of `common.pt`."""
-        yield from TorchZip(self.store, self._common.key).records()
+        yield from self._common.records()
         yield from self._items.records()
 
     def _is_local(self) -> bool:

@@ -326,6 +326,10 @@ class TorchFile:
         label = self._zip.label
         self.value: Any = unpickle(self._zip.pickle, file=label, storage_nbytes=self._zip.nbytes, allow=allow)
 
+    def records(self) -> Iterator[FileRecord]:
+        """List every member of the file with its checksum (see `TorchZip.records`)."""
+        return self._zip.records()
+
     def whole(self, tensor: StoredTensor) -> Iterator[Extent]:
         """The extent of a whole tensor; none if it has no elements.
 
