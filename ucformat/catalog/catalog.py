@@ -214,8 +214,7 @@ class Catalog(CatalogReader):
         stamp = make_stamp()
         with self._database.reading() as c:
             first = deletion.plan(c, policy, stamp.now)
-            places = places_of(c, [r.serial for r in first.delete])
-        needed = find_dependents(places)
+        needed = find_dependents({r.id: r.places for r in first.delete})
         if apply is not None:
             return self._write(lambda c: deletion.apply_plan(c, policy, apply, stamp, needed=needed))
         if not needed:

@@ -309,8 +309,7 @@ class CatalogReader:
 
         with self._database.reading() as c:
             plan = plan_purge(retention_rows(c, stamp.now(), states=REMOVED), stamp.now(), grace, stamp.clocks(c))
-            places = refs.places_of(c, [r.serial for r in plan.purge])
-        needed = find_dependents(places)
+        needed = find_dependents({r.id: r.places for r in plan.purge})
         if not needed:
             return plan
         with self._database.reading() as c:

@@ -58,7 +58,7 @@ class RetentionRow:
     checkpoints that need this one's files, unless they are purged. `claims` are aliases in the document beside it that
     point elsewhere in this catalog. `matches` are the indexes in `policy.filters()` of the filters that it matches;
     `metrics` has at least those in `policy.metrics()`. `deleted_clocks` are the seconds that clocks other than the
-    host's showed when it was deleted.
+    host's showed when it was deleted. `places` are its urls.
     """
 
     serial: int
@@ -80,6 +80,7 @@ class RetentionRow:
     deleted: datetime | None = None
     purge_after: datetime | None = None
     deleted_clocks: Mapping[str, float] = field(default_factory=dict)
+    places: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

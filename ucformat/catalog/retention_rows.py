@@ -90,44 +90,43 @@ def retention_rows(
         some = serials is not None
         return _rows(table, *scoped, *_these(some=some)) if scoped else _known_rows(table, some=some)
 
-    def many(table: Any, value: Callable[[Any], Any], **more: Any) -> dict[int, list[Any]]:
+    def many(table: Any, value: Callable[..., Any] = lambda column: column, **more: Any) -> dict[int, list[Any]]:
         grouped: dict[int, list[Any]] = {}
-        for r in connection.execute(query(table), {**given, **more}):
-            grouped.setdefault(r.checkpoint, []).append(value(r))
+        for serial, *columns in connection.execute(query(table), {**given, **more}):
+            grouped.setdefault(serial, []).append(value(*columns))
         return grouped
 
-    aliases, tags = many(Alias, lambda r: r.name), many(Tag, lambda r: r.name)
-    claims = many(AliasClaim, lambda r: r.name)
-    holds = many(Hold, lambda r: RetentionHold(r.reason, r.until))
-    measured = many(Metric, lambda r: (r.name, r.value), metrics=sorted(metrics)) if metrics else {}
+    aliases, tags, claimed = many(Alias), many(Tag), many(AliasClaim)
+    claims = {serial: sorted({*names}.difference(aliases.get(serial, ()))) for serial, names in claimed.items()}
+    holds = many(Hold, RetentionHold)
+    measured = many(Metric, lambda *pair: pair, metrics=sorted(metrics)) if metrics else {}
     matching = [sa.select(Checkpoint.serial).where(_condition(connection, text, now), *scoped) for text in filters]
-    matches = [set(connection.scalars(query)) for query in matching]
+    matches: dict[int, list[int]] = {}
+    for i, found in enumerate(matching):
+        for serial in connection.scalars(found):
+            matches.setdefault(serial, []).append(i)
     rows = connection.execute(query(Checkpoint), given).all()
-    places = {r.url: r.checkpoint for r in connection.execute(query(Location), given)}
-    dependents = _dependents(connection, {r.serial for r in rows}, places)
-    return [
+    places = many(Location)
+    owners = {url: serial for serial, urls in places.items() for url in urls}
+    dependents = _dependents(connection, {r.serial for r in rows}, owners)
+    for r in rows if needed else ():
+        dependents.setdefault(r.serial, set()).update(needed.get(r.id, ()))
+    return [  # columns by position: by name they take longer than everything else here
         RetentionRow(
-            serial=r.serial,
-            id=r.id,
-            kind=r.kind,
-            state=r.state,
-            run=r.run,
-            step=r.step,
-            created=r.created,
-            nbytes=r.nbytes,
-            commits=r.commits,
-            metrics=dict(measured.get(r.serial, ())),
-            aliases=tuple(aliases.get(r.serial, ())),
-            claims=tuple(sorted({*claims.get(r.serial, ())} - {*aliases.get(r.serial, ())})),
-            tags=tuple(tags.get(r.serial, ())),
-            holds=tuple(holds.get(r.serial, ())),
-            dependents=tuple(sorted({*dependents.get(r.serial, ()), *needed.get(r.id, ())})),
-            matches=frozenset(i for i, found in enumerate(matches) if r.serial in found),
-            deleted=r.deleted,
-            purge_after=r.purge_after,
-            deleted_clocks=r.deleted_clocks or {},
+            *(serial, name, kind, state, run, step, created, nbytes, commits),
+            metrics=dict(measured.get(serial, ())),
+            aliases=tuple(aliases.get(serial, ())),
+            claims=tuple(claims.get(serial, ())),
+            tags=tuple(tags.get(serial, ())),
+            holds=tuple(holds.get(serial, ())),
+            dependents=tuple(sorted(dependents.get(serial, ()))),
+            matches=frozenset(matches.get(serial, ())),
+            deleted=deleted,
+            purge_after=purge_after,
+            deleted_clocks=clocks or {},
+            places=tuple(places.get(serial, ())),
         )
-        for r in rows
+        for serial, name, kind, state, step, commits, created, nbytes, deleted, purge_after, clocks, run in rows
     ]
 
 
