@@ -3,6 +3,8 @@
 `python -m bench.register [--steps N] [--dependents N] [--without-postgres]`. By default 1,000 tiny steps of DeepSpeed's
 of two ranks and 27 tensors, then as many of which half are universal ones; each `ucp register -r` is a process. Then a
 catalog with one checkpoint, and 100,000 virtual ones that need it. PostgreSQL, on the same machine, syncs every commit.
+
+`python -m bench.register --large N` registers so many steps of DeepSpeed's in one process, and in two at the same time.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +79,28 @@ def registering(folder: Path, steps: int, what: str) -> dict[str, float]:
     return found
 
 
+def large(folder: Path, steps: int) -> None:
+    """Print what one process takes for a tree, and again, and two that register a part each."""
+    make_deepspeed(folder / "deepspeed", steps)
+    time.sleep(0.2)
+    rows = []
+    for name, catalog, parts in (("first", "one", 1), ("again", "one", 1), ("in two processes", "two", 2)):
+        command = [ours(), "-m", "ucformat.cli", "register", "-r", str(folder / "deepspeed"), "-q"]
+        command += ["--catalog", f"sqlite:///{folder}/{catalog}.db"]
+        begun = time.perf_counter()
+        with ThreadPoolExecutor(parts) as pool:
+            each = [[*command, *(["--part", f"{part}/{parts}"] if parts > 1 else [])] for part in range(parts)]
+            done = list(pool.map(run, each))
+        seconds, processor = time.perf_counter() - begun, sum(one.processor for one in done)
+        with Catalog(f"sqlite:///{folder}/{catalog}.db") as opened, opened.database.reading() as c:
+            if (number := c.scalar(sa.select(sa.func.count()).select_from(Checkpoint))) != steps:
+                raise SystemExit(f"{number} of {steps} were registered")
+        peak = f"{max(one.peak for one in done) >> 20}"
+        rows.append([name, f"{processor:.1f}", f"{seconds:.1f}", f"{processor / steps * 1e3:.2f}", peak])
+        print(f"{name}: load average {os.getloadavg()[0]:.1f}", flush=True)
+    print(table([f"{steps:,} steps", "processor seconds", "seconds", "processor ms for each", "MiB"], rows))
+
+
 def needing(urls: Mapping[str, str], dependents: int) -> dict[str, float]:
     """Print how long it takes to judge and refuse; of each engine, seconds to refuse a deletion."""
     policy = load_policy({"version": 1, "keep": {"last": 1}})
@@ -127,10 +152,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--dependents", type=int, default=100_000)
     parser.add_argument("--without-postgres", action="store_true")
+    parser.add_argument("--large", type=int)
     given = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ucp-bench-")))
         OUT.mkdir(parents=True, exist_ok=True)
+        if given.large:
+            large(folder, given.large)
+            return
         make_deepspeed(folder / "deepspeed", given.steps)
         spent = registering(folder / "deepspeed", given.steps, "steps of DeepSpeed's")
         make_both(folder / "both", given.steps)

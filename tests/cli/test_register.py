@@ -70,7 +70,7 @@ def test_a_tree_again_opens_nothing_and_rescan_everything(
         opened.append(root)
         return open_checkpoint(root, *rest, **more)
 
-    monkeypatch.setattr("ucformat.jobs.register.open_checkpoint", noting)
+    monkeypatch.setattr("ucformat.jobs.opening.open_checkpoint", noting)
     place = str(tree / "run9" / "1700")
     for words, expected in (((), [place]), ((), []), (("--rescan",), [place]), (("--run", "other"), [place])):
         opened.clear()
@@ -126,3 +126,18 @@ def test_what_goes_wrong_beside_it_is_a_warning(run: Run, tree: Path, monkeypatc
     assert result.stderr.startswith("warning: ")
     result = run("tag", "run9@1700", "better", "--json")
     assert "the disk is full" in object_of(result.stderr)["warning"]["message"]
+
+
+def test_what_it_would_cost(run: Run, tree: Path, tmp_path: Path) -> None:
+    _damage(tree)
+    found = object_of(run("register", "-r", tree, "--dry-run", "--json").stdout)
+    assert (found["tasks"], found["sampled"], found["bytes_written"]) == (2, 2, 0)
+    lines = run("register", "-r", tree, "--dry-run").stdout.splitlines()
+    assert lines[0] == "2 tasks; nothing was done"
+    assert lines[1].split(None, 1) == ["estimate", "from a sample: 2 of the 2 tasks"]
+    assert not (tmp_path / "catalog.db").exists()
+    run("register", "-r", tree, code=1)
+    assert object_of(run("register", "-r", tree, "--dry-run", "--run", "other", "--json").stdout)["tasks"] == 2
+    for words in (("--part", "0/2"), ("--on", "dask://127.0.0.1:1")):
+        assert "--dry-run goes with -r" in run("register", "-r", tree, "--dry-run", *words, code=2).stderr
+    assert "--dry-run goes with -r" in run("register", tree / "run9" / "1700", "--dry-run", code=2).stderr

@@ -18,8 +18,7 @@ from tests.jobs.test_gc import age, attempt
 from tests.storage.faulty import FaultyStore
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import UcformatError
-from ucformat.jobs import gc
-from ucformat.jobs import register as registering
+from ucformat.jobs import gc, opening
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
 from ucformat.schema.documents import CATALOG_DOCUMENT
@@ -110,7 +109,7 @@ def test_what_nobody_thought_of_is_told_with_its_place(
         return real(place)
 
     with monkeypatch.context() as patch:
-        patch.setattr(registering, "open_store", failing)
+        patch.setattr(opening, "open_store", failing)
         found = register([str(Path(str(bad.url)).parent)], catalog, recursive=True, rescan=True)
         assert [e.id for e in found.entries] == [good.id] or found.failures
     with monkeypatch.context() as patch:
@@ -132,7 +131,7 @@ def test_one_that_cannot_be_opened_for_an_unknown_reason_is_a_failure(
             raise RecursionError("in a file there")
         return real(place, **options)
 
-    monkeypatch.setattr(registering, "open_checkpoint", failing)
+    monkeypatch.setattr(opening, "open_checkpoint", failing)
     found = register([str(Path(str(bad.url)).parent)], catalog, recursive=True, rescan=True)
     assert ([e.id for e in found.entries], [f.url for f in found.failures]) == ([good.id], [bad.url])
     with pytest.raises(UcformatError, match="RecursionError"):

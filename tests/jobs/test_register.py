@@ -25,7 +25,7 @@ from ucformat.catalog.retention import load_policy
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import NotACheckpoint, NotFound, PermissionDenied, UcformatError, UsageError
 from ucformat.format import commit
-from ucformat.jobs import register as module
+from ucformat.jobs import opening as module
 from ucformat.jobs.record import record_commit, record_commits
 from ucformat.jobs.register import Registered, register, reindex
 from ucformat.storage.local import LocalStore

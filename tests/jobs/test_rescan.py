@@ -11,7 +11,7 @@ import pytest
 
 from tests.jobs.conftest import foreign, universal
 from ucformat.jobs import listing
-from ucformat.jobs import register as module
+from ucformat.jobs import opening as module
 from ucformat.jobs.register import register
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The places that were opened."""
     seen: list[str] = []
-    real = module._try_open
+    real = module.try_open
 
     def noting(root: str, options: Any) -> Any:
         seen.append(root)
         return real(root, options)
 
-    monkeypatch.setattr(module, "_try_open", noting)
+    monkeypatch.setattr(module, "try_open", noting)
     return seen
 
 
@@ -126,7 +126,7 @@ def test_a_file_that_changed_just_now_is_not_trusted(
         opened.clear()
         register([str(tree)], catalog, recursive=True)
         assert len(opened) == 3
-    monkeypatch.setattr("ucformat.jobs.register.time.time", lambda: time.monotonic() + 1e10)
+    monkeypatch.setattr("ucformat.jobs.opening.time.time", lambda: time.monotonic() + 1e10)
     register([str(tree)], catalog, recursive=True)
     opened.clear()
     register([str(tree)], catalog, recursive=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ucformat.reading.plan import Verify
     from ucformat.storage.base import Store
 
-__all__ = ["Cost", "estimate"]
+__all__ = ["Cost", "estimate", "seconds_at"]
 
 _READ = 4 << 20  # bytes that copy and verify read at once
 
@@ -46,6 +46,7 @@ class Cost:
         seconds: about how long it takes with its workers in one process; None if `ucp doctor` has not measured the
             places in `unmeasured`.
         unmeasured: the places whose speed is unknown.
+        sampled: how many tasks were run to estimate all of this (None: none; it was computed).
     """
 
     tasks: int
@@ -55,6 +56,7 @@ class Cost:
     requests: int
     seconds: float | None
     unmeasured: tuple[str, ...]
+    sampled: int | None = None
 
 
 def estimate(
@@ -129,6 +131,24 @@ def _puts(store: Store, nbytes: int) -> int:
     return 1 if nbytes <= part else 2 + math.ceil(nbytes / part)
 
 
+def seconds_at(store: Store, calls: int, nbytes: int, threads: int, *, writing: bool = False) -> float | None:
+    """How long requests take, by what `ucp doctor` has measured of the place; None if it has not.
+
+    Args:
+        store: the place.
+        calls: the requests.
+        nbytes: their bytes.
+        threads: that make them.
+        writing: whether they write.
+    """
+    profile = profile_of(store.url)
+    if profile is None:
+        return None
+    speed = (profile.write_mb_per_s if writing else None) or profile.read_mb_per_s
+    lanes = threads if store.costs.parallel else 1  # one reader of a disk gets most of its speed
+    return calls * profile.latency_ms / 1e3 / threads + nbytes / 1e6 / speed / lanes
+
+
 def _cost(
     ck: Checkpoint, store: Store | None, workers: int | None, read: tuple[int, int, int, int], write: tuple[int, int]
 ) -> Cost:
@@ -141,13 +161,11 @@ def _cost(
     for place, calls, nbytes, writing in ((ck.store, gets, bytes_read, False), (store, puts, bytes_written, True)):
         if place is None:
             continue
-        profile = profile_of(place.url)
-        if profile is None:
+        took = seconds_at(place, calls, nbytes, threads, writing=writing)
+        if took is None:
             unmeasured.append(place.url)
-            continue
-        speed = (profile.write_mb_per_s if writing else None) or profile.read_mb_per_s
-        lanes = threads if place.costs.parallel else 1  # one reader of a disk gets most of its speed
-        seconds.append((calls * profile.latency_ms / 1e3 / threads) + nbytes / 1e6 / speed / lanes)
+        else:
+            seconds.append(took)
     return Cost(
         tasks,
         files,

@@ -16,13 +16,13 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import NotACheckpoint, NotFinished, UsageError
+from ucformat.errors import NotACheckpoint, NotFinished, UcformatError, UsageError
 from ucformat.exporters import make_exporter
 from ucformat.jobs.batches import How, record_all
 from ucformat.jobs.export_files import ExportJob
 from ucformat.jobs.export_place import begin_export, end_export
+from ucformat.jobs.opening import try_open
 from ucformat.jobs.record import lineage_from, with_catalog
-from ucformat.jobs.register import open_existing
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.references import open_reference
@@ -219,10 +219,11 @@ def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:
     """
 
     def record(catalog: Catalog) -> None:
-        try:
-            found = open_existing(url, None)
-        except NotACheckpoint:
+        found = try_open(url, None)
+        if isinstance(found, NotACheckpoint):
             return
+        if isinstance(found, UcformatError):
+            raise found
         manifest = source.manifest
         about: dict[str, Any] = {"lineage": lineage_from(source, [i.key for i in infos]), "metrics": manifest.metrics}
         about["config"] = found.manifest.config or manifest.config

@@ -70,7 +70,7 @@ class RequestBudget:
 T = TypeVar("T")
 R = TypeVar("R")
 
-_THREADS = 32
+THREADS = 32  # that wait for requests at the same time
 _MIN_WAIT = 1e-3  # mean seconds of waiting for each item above which threads are faster
 
 
@@ -97,7 +97,7 @@ def map_io(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
             break
     rest = list(remaining)
     if rest:
-        with ThreadPoolExecutor(min(_THREADS, len(rest)), "ucformat-wait") as pool:
+        with ThreadPoolExecutor(min(THREADS, len(rest)), "ucformat-wait") as pool:
             context = [copy_context() for _ in rest]
             out += pool.map(lambda item, own: own.run(call, item), rest, context)
     return out

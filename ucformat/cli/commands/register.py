@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import entry_data, opened_catalog
+from ucformat.cli.ui.catalogs import entry_data, opened_catalog, url_of_catalog
 from ucformat.cli.ui.options import (
     CATALOG,
     CONFIG,
@@ -20,7 +21,7 @@ from ucformat.cli.ui.options import (
 )
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, plural, table
-from ucformat.cli.ui.where import ON, where_of
+from ucformat.cli.ui.where import DRY_RUN, ON, print_cost, where_of
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ TRUST = click.option(
 @click.option("-r", "--recursive", is_flag=True, help="Also search subfolders.")
 @ON
 @click.option("--part", metavar="I/N", help="With -r: record one of N parts of the folders, I from 0 on.")
+@DRY_RUN
 @click.option("--rescan", is_flag=True, help="With -r: also read checkpoints that are recorded and unchanged.")
 @click.option(
     "--run",
@@ -71,6 +73,7 @@ def register(
     recursive: bool,  # noqa: FBT001
     on: str | None,
     part: str | None,
+    dry_run: bool,  # noqa: FBT001
     rescan: bool,  # noqa: FBT001
     run: str | None,
     config: dict[str, Any] | None,
@@ -98,7 +101,7 @@ def register(
     from ucformat.cli.program import Interrupted
 
     if virtual:
-        if len(places) != 2 or recursive or rescan or trust_documents or on or part:
+        if len(places) != 2 or recursive or rescan or trust_documents or on or part or dry_run:
             raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
         source = ucformat.open(places[0], view=view, options=options)
         facts = {"run": run, "config": config, "metrics": metrics}
@@ -108,6 +111,11 @@ def register(
         return
     if checksums or overwrite or unprotected or ignored or view is not None:
         raise UsageError("--checksums, --overwrite, --unprotected, --ignore-dependent and --view go with --virtual")
+    if dry_run:
+        if not recursive or on or part:
+            raise UsageError("--dry-run goes with -r, and without --on and --part: it estimates one process")
+        _estimate(places, rescan or bool(run or config or metrics or options or trust_documents), options, out)
+        return
     try:
         with opened_catalog() as catalog:
             gc.freeze()  # of thousands of checkpoints, nothing that is here now is looked through each time
@@ -129,6 +137,18 @@ def register(
     except KeyboardInterrupt:
         raise Interrupted("interrupted: what was registered is kept; run the same command again to continue") from None
     _raise_failures(found)
+
+
+def _estimate(places: tuple[str, ...], rescan: bool, options: dict[str, Any] | None, out: Output) -> None:  # noqa: FBT001
+    import ucformat
+    from ucformat.errors import NotFound
+    from ucformat.jobs.register_cost import estimate_register
+
+    with ExitStack() as stack:
+        catalog = None
+        with suppress(NotFound):  # the first command that records creates it
+            catalog = stack.enter_context(ucformat.Catalog(url_of_catalog(), read_only=True))
+        print_cost(estimate_register(places, catalog, rescan=rescan, options=options), out)
 
 
 def _register_virtual(source: Checkpoint, dst: str, facts: dict[str, Any], out: Output, flags: dict[str, Any]) -> None:

@@ -71,6 +71,8 @@ def print_cost(cost: Cost, out: Output) -> None:
 def _cost_lines(cost: Cost) -> Iterator[str]:
     width = terminal_width()
     yield Heading(f"{plural(cost.tasks, 'task')}; nothing was done")
+    if cost.sampled is not None and cost.tasks:
+        yield from field("estimate", f"from a sample: {cost.sampled:,} of the {plural(cost.tasks, 'task')}", width)
     yield from field("files", f"{cost.files:,}", width)
     yield from field("read", bytes_text(cost.bytes_read), width)
     if cost.bytes_written:

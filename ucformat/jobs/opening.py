@@ -1,0 +1,292 @@
+"""Searching trees for checkpoints, and opening those that are found, here or on a cluster."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+from zlib import crc32
+
+from ucformat.catalog.refs import same_url
+from ucformat.checkpoint import open_checkpoint
+from ucformat.errors import NotFound, UcformatError
+from ucformat.format.commit import MANIFEST
+from ucformat.jobs.batches import Opened, OpenedCheckpoint
+from ucformat.jobs.documents import find_document
+from ucformat.jobs.listing import Tree, listing_hashes, search
+from ucformat.jobs.reopen import options_of, plain_options
+from ucformat.jobs.run import naming_place
+from ucformat.jobs.tasks import Job
+from ucformat.jobs.where import HERE, Where, run_job
+from ucformat.reading.garbage import gc_paused
+from ucformat.storage.base import exists
+from ucformat.storage.concurrency import map_io
+from ucformat.storage.url import open_store
+from ucformat.storage.watched import WatchedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.schema.manifest import Manifest
+    from ucformat.storage.base import Info, Store
+
+    Watch = Callable[[Store], WatchedStore]
+
+__all__ = [
+    "OpenJob",
+    "by_outermost",
+    "left_inside",
+    "open_all",
+    "open_below",
+    "part_of",
+    "search_tree",
+    "tree_of",
+    "try_open",
+    "unchanged",
+]
+
+_AHEAD = 64  # the most checkpoints that are opened before the first of them is recorded
+_AHEAD_ELSEWHERE = 2048  # the same on a cluster
+_OPENED_BYTES = 64 << 10
+
+
+def search_tree(store: Store) -> Tree:
+    """Search a place for folders that look like checkpoints.
+
+    Args:
+        store: the place.
+
+    Raises:
+        NotFound: there are none.
+    """
+    begun = time.time()
+    return tree_of(store, list(store.list()), begun)
+
+
+def tree_of(store: Store, infos: Sequence[Info], begun: float) -> Tree:
+    """The folders of a place that look like checkpoints, according to its listing.
+
+    Args:
+        store: the place.
+        infos: all its files.
+        begun: the time when the listing began, in seconds since 1970.
+
+    Raises:
+        NotFound: there are none.
+    """
+    folders = search(infos)
+    if not folders:
+        raise NotFound(
+            f"there is no checkpoint below {store.url}", hint="check the path; if it is right, is its disk mounted?"
+        )
+    return Tree(store, folders, listing_hashes(store, folders, infos, begun))
+
+
+def part_of(tree: Tree, where: Where) -> Tree:
+    """The folders of one part: the outermost ones are dealt by a hash of their names.
+
+    Args:
+        tree: the folders.
+        where: the part.
+    """
+    index, count = where.part
+    if count == 1:
+        return tree
+    groups = by_outermost(tree.folders)
+    mine = [outer for outer in groups if crc32(outer.encode("utf-8", "surrogatepass")) % count == index]
+    return replace(tree, folders=[folder for outer in mine for folder in (outer, *groups[outer])])
+
+
+def by_outermost(folders: Iterable[str]) -> dict[str, list[str]]:
+    """The folders inside of each outermost one.
+
+    Args:
+        folders: the folders; an outer one comes before those inside of it.
+    """
+    inside: dict[str, list[str]] = {}
+    for folder in folders:
+        last = next(reversed(inside), None)
+        if last is not None and (last == "" or folder.startswith(f"{last}/")):
+            inside[last].append(folder)
+        else:
+            inside[folder] = []
+    return inside
+
+
+def open_below(
+    store: Store, folders: list[str], options: Mapping[str, Any] | None, where: Where = HERE
+) -> Iterator[Opened]:
+    """Open the folders of a place that look like checkpoints, except those that are part of another.
+
+    Folders inside of one that turns out not to be a checkpoint are opened after it: any program may write a
+    manifest.json. So are folders beside the files of a foreign one: `checkpoint-500/` next to the final model of a run.
+
+    Args:
+        store: the place.
+        folders: the folders, in the order of `search`.
+        options: facts that the files of foreign checkpoints lack.
+        where: where they are opened.
+    """
+    while folders:
+        inside = by_outermost(folders)
+        folders = []
+        roots = {f"{store.url}/{folder}" if folder else store.url: found for folder, found in inside.items()}
+        for root, found, left in open_all(list(roots), options, where):
+            folders += left_inside(root.removeprefix(store.url).lstrip("/"), found, roots[root])
+            yield root, found, left + len(folders)
+
+
+def left_inside(above: str, found: OpenedCheckpoint | UcformatError, inside: Iterable[str]) -> list[str]:
+    """The folders inside of one that was opened that are not part of its checkpoint.
+
+    Args:
+        above: the folder.
+        found: its checkpoint, or the reason why it cannot be opened.
+        inside: the folders inside of it.
+    """
+    if isinstance(found, UcformatError):
+        return list(inside)
+    keys = found.keys
+    if keys is None:
+        return []
+    parts = {folder: f"{folder.removeprefix(f'{above}/')}/" for folder in inside}
+    return [folder for folder, part in parts.items() if not any(key.startswith(part) for key in keys)]
+
+
+def open_all(roots: Sequence[str], options: Mapping[str, Any] | None, where: Where = HERE) -> Iterator[Opened]:
+    """Open them in order, several at a time as soon as requests wait; with each the number of those that are left.
+
+    Args:
+        roots: their places.
+        options: facts that the files of foreign ones lack.
+        where: where they are opened.
+    """
+    one = partial(try_open, options=options)
+    together = _AHEAD_ELSEWHERE if where.kind == "dask" else _AHEAD
+    for at in range(0, len(roots), together):
+        part = roots[at : at + together]
+        if where.kind == "dask":
+            job = OpenJob(part, options)
+            run_job(job, where)
+            opened = [job.results[task] for task in range(job.count)]
+        else:
+            with gc_paused():
+                opened = map_io(one, part)
+        for i, (root, found) in enumerate(zip(part, opened, strict=True), at + 1):
+            yield root, found, len(roots) - i
+
+
+class OpenJob(Job):
+    """Opens checkpoints on other machines.
+
+    Args:
+        roots: their places.
+        options: facts that the files of foreign ones lack.
+    """
+
+    kind = "register"
+
+    def __init__(self, roots: Sequence[str], options: Mapping[str, Any] | None) -> None:
+        self._roots, self._options = roots, options
+        self.count = len(roots)
+        self.finished = set()
+        self.results: dict[int, OpenedCheckpoint | UcformatError] = {}
+
+    def nbytes(self, task: int) -> int:  # noqa: ARG002 - see Job
+        """See Job: of each the same, so that a batch has about a hundred."""
+        return _OPENED_BYTES
+
+    def run(self, task: int) -> OpenedCheckpoint | UcformatError:
+        """See Job."""
+        return try_open(self._roots[task], self._options)
+
+    def record(self, results: Mapping[int, OpenedCheckpoint | UcformatError]) -> str:
+        """See Job."""
+        return json.dumps(
+            {
+                task: [found.message, found.hint] if isinstance(found, UcformatError) else found.dump()
+                for task, found in results.items()
+            }
+        )
+
+    def keep(self, record: str) -> None:
+        """Keep nothing: the catalog has what was recorded."""
+
+    def take(self, record: str) -> None:
+        """See Job."""
+        for task, found in json.loads(record).items():
+            failed = isinstance(found, list)
+            self.results[int(task)] = (
+                UcformatError(found[0], hint=found[1]) if failed else OpenedCheckpoint.parse(found)
+            )
+            self.finished.add(int(task))
+
+    def spec(self) -> dict[str, Any]:
+        """See Job."""
+        return {"job": "opening:OpenJob", "roots": list(self._roots), "options": plain_options(self._options or {})}
+
+    @classmethod
+    def of_spec(cls, spec: Mapping[str, Any]) -> Self:
+        """See Job."""
+        return cls(spec["roots"], options_of(spec["options"]) or None)
+
+
+def try_open(
+    root: str, options: Mapping[str, Any] | None, watch: Watch = WatchedStore
+) -> OpenedCheckpoint | UcformatError:
+    """Open a checkpoint to record it; the error if that fails.
+
+    Args:
+        root: its place.
+        options: facts that the files of a foreign one lack.
+        watch: returns the store through which the files of another are read.
+    """
+    try:
+        with naming_place(root):
+            return _open(root, options, watch)
+    except UcformatError as error:
+        return error
+
+
+def _open(root: str, options: Mapping[str, Any] | None, watch: Watch) -> OpenedCheckpoint:
+    if options and exists(watch(open_store(root)), MANIFEST):  # a universal checkpoint takes none
+        options = None
+    ck = open_checkpoint(root, options=options, watch=watch)
+    doc = find_document(watch(open_store(ck.home)))
+    if ck.kind == "ucformat":
+        return OpenedCheckpoint(ck.home, ck.kind, ck.manifest, None, doc, None)
+    infos = ck.files()
+    files = (len(infos), sum(i.size for i in infos))
+    return OpenedCheckpoint(ck.home, ck.kind, _described(ck, infos), files, doc, ck.metadata.files)
+
+
+def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
+    """The manifest of a foreign checkpoint, with its id, and the time of its newest file."""
+    times = [i.modified for i in files if i.modified is not None]
+    created = ck.manifest.created
+    if times:
+        with suppress(ValueError, OverflowError, OSError):  # a file may have a time of the year 10,000
+            created = datetime.fromtimestamp(max(times), UTC)
+    return ck.manifest.model_copy(update={"id": ck.id, "created": created})
+
+
+def unchanged(catalog: Catalog, tree: Tree) -> dict[str, str]:
+    """The places of a tree whose files are unchanged since their checkpoints were read, with the ids of these.
+
+    Args:
+        catalog: the catalog.
+        tree: the tree.
+    """
+    known = catalog.listings(tree.store.url)
+    found = {}
+    for folder in tree.folders:
+        checkpoint, listing = known.get(same_url(tree.url(folder)), (None, None))
+        if checkpoint is not None and listing == tree.listings.get(folder):
+            found[tree.url(folder)] = checkpoint
+    return found
