@@ -10,7 +10,8 @@ import pytest
 
 from tests.jobs.conftest import foreign, universal
 from tests.zero_files import FLAT, write_zero3
-from ucformat.jobs import listing, opening
+from ucformat.checkpoint import open_checkpoint
+from ucformat.jobs import listing
 from ucformat.jobs.profiles import Profile, keep_profile
 from ucformat.jobs.register import register
 from ucformat.jobs.register_cost import _KINDS, _OPENED, estimate_register
@@ -36,13 +37,12 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The places that were opened."""
     seen: list[str] = []
-    real = opening.open_checkpoint
 
     def noting(root: str, **more: Any) -> Any:
         seen.append(str(root))
-        return real(root, **more)
+        return open_checkpoint(root, **more)
 
-    monkeypatch.setattr(opening, "open_checkpoint", noting)
+    monkeypatch.setattr("ucformat.jobs.opening.open_checkpoint", noting)
     return seen
 
 

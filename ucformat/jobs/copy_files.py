@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from ucformat.errors import ChecksumError, Conflict, IntegrityError, MissingData, NotFound, UcformatError
+from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UcformatError
 from ucformat.format.attempts import folders_of
 from ucformat.format.audit import ShardFile, items, read_through
 from ucformat.format.extents import blocks_of
@@ -19,7 +19,7 @@ from ucformat.format.structure import Problem
 from ucformat.format.universal import grid_of
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
-from ucformat.jobs.reopen import reopen, spec_of
+from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.reading.execute import place_checksum
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.strided import checksum
@@ -150,10 +150,7 @@ class CopyJob(RecordedJob):
         """See Job."""
         source = reopen(spec["source"])
         if (source.manifest.id, source.manifest.attempt) != (spec["id"], spec["attempt"]):
-            raise Conflict(
-                f"a worker finds another checkpoint at {source.url} than where the job was started",
-                hint="it must be the same place on all machines, and must not change meanwhile",
-            )
+            raise other_found(source)
         return cls(source, open_store(spec["store"]))
 
 

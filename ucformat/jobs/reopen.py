@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import UsageError
+from ucformat.errors import Conflict, UsageError
 from ucformat.references import open_reference
 from ucformat.storage.url import split_url
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
 
-__all__ = ["options_of", "plain_options", "reopen", "spec_of", "views_of"]
+__all__ = ["options_of", "other_found", "plain_options", "reopen", "spec_of", "views_of"]
 
 _LAYOUT = "$layout"  # of an option that is a layout: its document
 
@@ -61,6 +61,18 @@ def reopen(spec: Mapping[str, Any]) -> Checkpoint:
     for steps in spec["views"]:
         found = found.view(steps)
     return found
+
+
+def other_found(found: Checkpoint) -> Conflict:
+    """The error for a checkpoint that is not as it was where the job was started.
+
+    Args:
+        found: what `reopen` has opened.
+    """
+    return Conflict(
+        f"a worker finds another checkpoint, or other files, at {found.url} than where the job was started",
+        hint="it must be the same place on all machines, and must not change meanwhile",
+    )
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ucformat._version import __version__
-from ucformat.errors import Conflict, NotFound, UsageError
+from ucformat.errors import NotFound, UsageError
 from ucformat.format.arrays import array_doc, lay_out, shard_key
 from ucformat.format.digest import LEAF_BYTES, document_digest
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.convert_checks import StreamVerifier
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
-from ucformat.jobs.reopen import reopen, spec_of, views_of
+from ucformat.jobs.reopen import other_found, reopen, spec_of, views_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import SumPart, sums_of
 from ucformat.jobs.where import HERE, Where
@@ -167,10 +167,7 @@ class ShardJob(RecordedJob):
         chunk_bytes, shard_bytes = spec["grids"]
         how = How(chunk_bytes, shard_bytes, verify=spec["verify"])
         if document_digest(plan_document(source, infos, how)) != spec["plan"]:
-            raise Conflict(
-                f"{source.url} has other files where a worker reads it than where the job was started",
-                hint="it must be the same place on all machines, and must not change meanwhile",
-            )
+            raise other_found(source)
         return cls(source, open_store(spec["store"]), spec["attempt"], infos, how, spec["compared"])
 
     def run(self, task: int) -> tuple[TaskDoc, Sequence[SumPart]]:

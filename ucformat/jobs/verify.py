@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import (
-    Conflict,
     CoverageError,
     Inconsistent,
     IntegrityError,
@@ -38,7 +37,7 @@ from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key, TensorInfo, single_extents
 from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.record import contradiction, record_verification
-from ucformat.jobs.reopen import reopen, spec_of
+from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.run import Report, workers_for
 from ucformat.jobs.tasks import Job
 from ucformat.jobs.where import Where, run_job
@@ -201,10 +200,7 @@ class VerifyJob(Job):
         """See Job."""
         found = reopen(spec["source"])
         if found.id != spec["id"]:
-            raise Conflict(
-                f"a worker finds another checkpoint at {found.url} than where the job was started",
-                hint="it must be the same place on all machines, and must not change meanwhile",
-            )
+            raise other_found(found)
         return cls(found)
 
 
