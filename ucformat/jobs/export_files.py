@@ -10,7 +10,6 @@ from zlib import crc32
 
 import numpy as np
 
-from ucformat.errors import Conflict
 from ucformat.exporters import make_exporter
 from ucformat.exporters.base import Sealed, Span
 from ucformat.format.digest import document_digest
@@ -18,7 +17,7 @@ from ucformat.geometry.box import bounding_box
 from ucformat.geometry.tensor import Key, cut_piece
 from ucformat.jobs.convert_checks import StreamVerifier
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
-from ucformat.jobs.reopen import reopen, spec_of, views_of
+from ucformat.jobs.reopen import other_found, reopen, spec_of, views_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import sums_of
 from ucformat.reading.plan import ReadItem
@@ -139,10 +138,7 @@ class ExportJob(RecordedJob):
         exporter = make_exporter(spec["kind"], **spec["options"])
         made = cls(source, open_store(spec["store"]), infos, exporter, verify=spec["verify"])
         if made.plan != spec["plan"]:
-            raise Conflict(
-                f"{source.url} has other files where a worker reads it than where the job was started",
-                hint="it must be the same place on all machines, and must not change meanwhile",
-            )
+            raise other_found(source)
         return made
 
     def run(self, task: int) -> tuple[TaskDoc, Sequence[SumPart]]:
