@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ExportOptions",
     "Exporter",
+    "Link",
     "Part",
     "Sealed",
     "Span",
@@ -84,6 +85,21 @@ Part = bytes | Span | Sealed
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """A file of the source that is the file of the target, as it is.
+
+    Attributes:
+        key: its key in the source's store.
+        hard: whether to make a hard link; otherwise the two share blocks until one of them is written (a reflink).
+        read_only: whether the permission to write may be removed from a file that gets a hard link.
+    """
+
+    key: str
+    hard: bool = False
+    read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TargetFile:
     """A file of the target.
 
@@ -93,6 +109,7 @@ class TargetFile:
         parts: returns its parts in order; called when it is written.
         last: whether it is written after all others are durable, since its presence makes the folder a checkpoint.
         checksums: whether it has `Sealed` parts.
+        link: the file of the source to link instead of writing the parts.
     """
 
     key: str
@@ -100,6 +117,7 @@ class TargetFile:
     parts: Callable[[], Iterable[Part]]
     last: bool = False
     checksums: bool = False
+    link: Link | None = None
 
     @classmethod
     def of(cls, key: str, *parts: Part, last: bool = False) -> TargetFile:
@@ -132,7 +150,8 @@ def option(default: Any, how: str, text: str) -> Any:
 
     Args:
         default: the value if the caller does not give the option.
-        how: how the command line takes it: `flag`, `number`, `size` in bytes, `names`, `layout`, `text` or `path`.
+        how: how the command line takes it: `flag`, `number`, `size` in bytes, `names`, `layout`, `link`, `text` or
+            `path`.
         text: what it means, in one sentence, for `--help` and error messages.
     """
     return field(default=default, metadata={"how": how, "text": text})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.exporters.base import Exporter, ExportOptions, Span, Target, TargetFile, left_out, option
+from ucformat.exporters.base import Exporter, ExportOptions, Link, Span, Target, TargetFile, left_out, option
 from ucformat.sources.model_files import find_assets
 from ucformat.sources.safetensors.opened import DTYPES
 from ucformat.storage.base import Info
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["SafetensorsExporter", "SafetensorsOptions", "files_of", "header_of", "written_names"]
 
 _NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+#: The folder, among the files of a universal checkpoint, of those that are safetensors files.
+WEIGHTS = "weights"
 _ALIGN = 8  # bytes: of the header, as the library pads it
 _MAX_HEADER = 100_000_000
 _SHARD_BYTES = 5_000_000_000  # the default of `save_pretrained` since 2023
@@ -47,9 +49,23 @@ class SafetensorsOptions(ExportOptions):
         None, "path", "a folder whose config.json, tokenizer and similar files are used, before those of the checkpoint"
     )
 
+    link: str | None = option(
+        None,
+        "link",
+        "share the bytes of the checkpoint's own safetensors files instead of copying them, by reflinks, or with "
+        "`hard` by hard links",
+    )
+    read_only: bool = option(
+        False,
+        "flag",
+        "with hard links, remove the permission to write from the checkpoint's own files, so that nobody damages them",
+    )
+
     def __post_init__(self) -> None:
         if self.max_shard_bytes < 1:
             raise UsageError(f"max_shard_bytes must be at least 1, not {self.max_shard_bytes}")
+        if self.link not in (None, "reflink", "hard"):
+            raise UsageError(f"there are no links of the kind {self.link!r}", hint="there are: reflink, hard")
 
 
 class SafetensorsExporter(Exporter):
@@ -62,6 +78,8 @@ class SafetensorsExporter(Exporter):
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """See Exporter."""
+        if self.options.link is not None:
+            return self._linked(source, infos)
         names = written_names(source.aliases, infos)
         aliases: dict[str, str] = {}
         for alias, stored in source.aliases.items():
@@ -73,6 +91,25 @@ class SafetensorsExporter(Exporter):
         last = (TargetFile.of(name, data, last=True) for name, data in assets.items())
         return Target((*files, *last), left_out(source, infos, assets=assets))
 
+    def _linked(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
+        """Links to the files of a source that are safetensors files already."""
+        found = _own_files(source)
+        whole = {info.key for info in source.origin.metadata.tensor_list.tensors if info.state == "weight"}
+        if not found or source.steps or {info.key for info in infos} != whole:
+            raise UnsupportedError(
+                f"{source.url} has no safetensors files with exactly these tensors, so there is nothing to link",
+                hint="leave out --link for a copy",
+            )
+        hard, read_only = self.options.link == "hard", self.options.read_only
+        assets = self._assets(source)
+        files = [
+            TargetFile(name, size, tuple, last=name.endswith(".json"), link=Link(key, hard, read_only))
+            for name, (key, size) in found.items()
+            if name not in assets
+        ]
+        last = [TargetFile.of(name, data, last=True) for name, data in assets.items()]
+        return Target((*sorted(files, key=lambda f: f.last), *last), left_out(source, infos, assets=assets))
+
     def _assets(self, source: Checkpoint) -> dict[str, bytes]:
         """The files beside the tensors, by name."""
         found = {name: source.assets[name] for name in find_assets(Info(n, 0, "") for n in source.assets)}
@@ -83,6 +120,15 @@ class SafetensorsExporter(Exporter):
                 raise UsageError(f"{store.url} has no config.json, tokenizer or similar file")
             found |= {name: store.read(name) for name in given}
         return found
+
+
+def _own_files(source: Checkpoint) -> dict[str, tuple[str, int]]:
+    """The safetensors files of which a source consists, with their keys and sizes, by the name that loaders expect."""
+    if source.foreign is not None:
+        keys = source.metadata.files if source.kind == "safetensors" else ()
+        return {key.rpartition("/")[2]: (key, source.store.info(key).size) for key in keys}
+    folder = f"data/{source.manifest.attempt}/{WEIGHTS}/"
+    return {i.key.removeprefix(folder): (i.key, i.size) for i in source.store.list(folder.rstrip("/"))}
 
 
 def written_names(aliases: Mapping[str, str], infos: Sequence[TensorInfo]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from ucformat.errors import NotACheckpoint, NotFinished, UcformatError, UsageErr
 from ucformat.exporters import make_exporter
 from ucformat.jobs.batches import How, record_all
 from ucformat.jobs.export_files import ExportJob
-from ucformat.jobs.export_place import begin_export, end_export
+from ucformat.jobs.export_place import begin_export, end_export, give_up_export
 from ucformat.jobs.opening import try_open
 from ucformat.jobs.record import lineage_from, with_catalog
 from ucformat.jobs.run import workers_for
@@ -110,19 +110,33 @@ def export(
     store = dst if not isinstance(dst, str | PathLike) else open_store(dst)
     with ExportJob(source, store, infos, exporter, verify=verify) as job:
         where.begin(lambda: begin_export(job, overwrite=overwrite))
-        job.resume()
-        if where != HERE and (watching := find_watched(source.store)) is not None:
-            for file in source.metadata.files:  # others have read them, too
-                watching.note(file)
-        shown = None if progress is None else _with_last(progress, job.last_nbytes)
-        if not run_job(job, where, workers or workers_for(source.store, store), shown):
+        try:
+            finished = _run(job, where, workers, progress)
+        except UcformatError:
+            if where == HERE:
+                give_up_export(job)
+            raise
+        if not finished:
             raise NotFinished(f"this part of {store.url} is written; another process finishes it")
-        job.finish(progress)
-        end_export(job)
     _record(source, store.url, infos)
     target = job.target
     nbytes = sum(f.nbytes for f in target.files)
     return Exported(store.url, len(target.files), nbytes, len(infos), target.left_out, verify and not job.bare)
+
+
+def _run(job: ExportJob, where: Where, workers: int | None, progress: Callable[[int, int], None] | None) -> bool:
+    """Write the files; returns whether this process has finished the export."""
+    source = job.source
+    job.resume()
+    if where != HERE and (watching := find_watched(source.store)) is not None:
+        for file in source.metadata.files:  # others have read them, too
+            watching.note(file)
+    shown = None if progress is None else _with_last(progress, job.last_nbytes)
+    if not run_job(job, where, workers or workers_for(source.store, job.store), shown):
+        return False
+    job.finish(progress)
+    end_export(job)
+    return True
 
 
 def _with_last(progress: Callable[[int, int], None], last: int) -> Callable[[int, int], None]:

@@ -17,6 +17,7 @@ from ucformat.geometry.box import bounding_box
 from ucformat.geometry.tensor import Key, cut_piece
 from ucformat.jobs.convert_checks import StreamVerifier
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
+from ucformat.jobs.links import link_file
 from ucformat.jobs.reopen import other_found, reopen, spec_of, views_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import sums_of
@@ -160,6 +161,9 @@ class ExportJob(RecordedJob):
         Returns:
             Whether elements that were read have no checksum in the source.
         """
+        if file.link is not None:
+            link_file(self.source.store, file.link, self.store, file.key)
+            return True
         bare = False
         crcs: list[int] = []
         with self.store.create(file.key, unit_for(file.nbytes)) as out:
@@ -271,6 +275,8 @@ class ExportJob(RecordedJob):
         if self.verifier is not None:
             for _ in run(self.verifier.finish, self.verifier.unfinished(), workers_for(self.source.store)):
                 pass
+        if any(file.link for file in self.target.files):
+            return  # nothing was read, and a hard link changes when its file was changed last
         check_unchanged(self.source.store, f"{self.store.url} is not complete", TRACKERS)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.export_files import ExportJob
     from ucformat.storage.base import Store
 
-__all__ = ["begin_export", "end_export"]
+__all__ = ["begin_export", "end_export", "give_up_export"]
 
 
 class _Begun(BaseModel):
@@ -85,6 +85,11 @@ def _in_the_way(store: Store, job: ExportJob, *, overwrite: bool) -> list[str]:
     there = [info.key for info in store.list()]
     if not there:
         return []
+    if not overwrite and any(key.startswith(f"{FOLDER}/") for key in there):
+        raise Conflict(
+            f"{store.url} holds an unfinished export of another checkpoint, or with other options",
+            hint="finish that one, choose another place, or pass overwrite=True (--overwrite) to remove it",
+        )
     if not overwrite:
         raise Conflict(
             f"{store.url} is not empty: it holds {there[0]}{' and other files' if len(there) > 1 else ''}",
@@ -128,6 +133,16 @@ def _checkpoint_files(store: Store, job: ExportJob) -> set[str]:
             hint="choose another place, or remove the protections (docs/retention.md)",
         )
     return {*found.metadata.files, *found.metadata.assets, *TRACKERS, CATALOG_DOCUMENT}
+
+
+def give_up_export(job: ExportJob) -> None:
+    """Remove the records of an export that failed before it wrote any file.
+
+    Args:
+        job: the export.
+    """
+    if all(info.key.startswith(f"{FOLDER}/") for info in job.store.list()):
+        end_export(job)
 
 
 def end_export(job: ExportJob) -> None:

@@ -166,6 +166,8 @@ def _own_option(name: str, of: Field[Any]) -> Callable[[Callable[..., None]], Ca
     spelled, help_text = f"--{name.replace('_', '-')}", f"{text[0].upper()}{text[1:].rstrip('.')}."
     if how == "flag":
         return click.option(spelled, name, is_flag=True, default=None, help=help_text)
+    if how == "link":  # `--link` alone, or `--link=hard`
+        return click.option(spelled, name, is_flag=False, flag_value="reflink", metavar="[=hard]", help=help_text)
     kind, metavar, read = {
         "number": (click.INT, "N", None),
         "size": (SIZE, "SIZE", None),

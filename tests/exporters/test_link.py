@@ -1,0 +1,88 @@
+"""Links instead of copies: which files are shared, and when that is refused."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from click.testing import CliRunner
+
+import ucformat
+from tests.exporters.sources import opened, random_arrays, universal
+from tests.exporters.test_export import SMALL, same, tensors_of
+from ucformat.cli.main import ucp
+from ucformat.errors import UnsafeError, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(params=[{}, SMALL], ids=["one file", "shards"])
+def model(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A folder of safetensors files with a configuration."""
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_text("{}")
+    source = opened(random_arrays(5))
+    ucformat.export(source, tmp_path / "hf", "safetensors", assets=str(tmp_path / "assets"), **request.param)
+    return tmp_path / "hf"
+
+
+def test_a_hard_link_shares_a_file_that_nobody_writes(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsafeError, match="can be written"):
+        ucformat.export(model, tmp_path / "out", "safetensors", link="hard")
+    assert not any((tmp_path / "out").rglob("*.safetensors"))
+    done = ucformat.export(model, tmp_path / "out", "safetensors", link="hard", read_only=True)
+    assert not done.verified
+    same(tensors_of(tmp_path / "out"), random_arrays(5))
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        assert file.samefile(model / file.name)
+        assert stat.S_IMODE(file.stat().st_mode) & 0o222 == 0
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    ucformat.export(model, tmp_path / "again", "safetensors", link="hard")  # they cannot be written any more
+    assert {p.name for p in (tmp_path / "again").iterdir()} == {p.name for p in model.iterdir()}
+
+
+def test_a_reflink_shares_blocks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a system call that copies, since few file systems of test machines have reflinks."""
+
+    def clone(made: int, request: int, taken: int) -> int:
+        assert request == 0x40049409
+        os.sendfile(made, taken, 0, 1 << 30)
+        return 0
+
+    monkeypatch.setattr(fcntl, "ioctl", clone)
+    run = CliRunner().invoke(ucp, ["export", "safetensors", str(model), str(tmp_path / "out"), "--link"])
+    assert run.exit_code == 0, run.stderr
+    same(tensors_of(tmp_path / "out"), random_arrays(5))
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in model.iterdir()}
+
+
+def test_a_file_system_without_reflinks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "ioctl", refuse)
+    with pytest.raises(UnsupportedError, match="no reflinks") as raised:
+        ucformat.export(model, tmp_path / "out", "safetensors", link="reflink")
+    assert "--link=hard" in str(raised.value.hint)
+    ucformat.export(model, tmp_path / "out", "safetensors")  # nothing is in the way
+    same(tensors_of(tmp_path / "out"), random_arrays(5))
+
+
+def test_what_cannot_be_linked(model: Path, tmp_path: Path) -> None:
+    ck = universal(tmp_path / "u", random_arrays(5))
+    for source, options in (
+        (ck, {}),
+        (ucformat.open(model), {"cast": "float32"}),
+        (ucformat.open(model).view([{"drop": "*layers.0.*"}]), {}),
+    ):
+        with pytest.raises(UnsupportedError, match="nothing to link"):
+            ucformat.export(source, tmp_path / "out", "safetensors", link="hard", **options)
+    with pytest.raises(UnsupportedError, match="not on a local disk"):
+        ucformat.export(model, "memory://linked", "safetensors", link="hard", read_only=True)
+    with pytest.raises(UsageError, match="no links of the kind 'soft'"):
+        ucformat.export(model, tmp_path / "out", "safetensors", link="soft")
