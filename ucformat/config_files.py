@@ -105,6 +105,13 @@ def _yaml(path: Path, text: str, fault: type[UsageError]) -> Any:
                     seen.add(key.value)
             return super().construct_mapping(node, deep=deep)
 
+        def construct_number(self, node: yaml.ScalarNode) -> Any:
+            """A number; of `8:16`, which YAML 1.1 takes for 496, the text."""
+            kind = type(self).construct_yaml_float if node.tag.endswith("float") else type(self).construct_yaml_int
+            return node.value if ":" in node.value else kind(self, node)
+
+    for tag in ("int", "float"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{tag}", Loader.construct_number)
     try:
         loader = Loader(text)
         node = loader.get_single_node()

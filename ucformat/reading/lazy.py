@@ -138,7 +138,7 @@ class Tensor:
 
     def _plan(self, box: Box, strides: tuple[int, ...], verify: Verify) -> Plan:
         wanted = item_for(self._source, self.info, [(0, Piece(box, 0, strides))])
-        return make_plan([wanted], verify, self._source.store.costs)
+        return make_plan([wanted], verify, self._source.store.costs).through(self._source.store)
 
     def _read(
         self, box: Box, out: NDArray[Any] | None, verify: Verify = "whole", threads: int | None = None

@@ -14,16 +14,18 @@ from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, Extent, FileRun, TensorInfo, Tiles
 from ucformat.reading.copies import Copy, copies
 from ucformat.reading.garbage import gc_paused
-from ucformat.storage.base import Costs
+from ucformat.storage.base import HIDDEN, Costs
 from ucformat.storage.concurrency import map_io
+from ucformat.storage.wrappers import gaps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Piece
+    from ucformat.storage.base import Store
 
-__all__ = ["Plan", "ReadItem", "Request", "Verify", "make_plan"]
+__all__ = ["Plan", "ReadItem", "Request", "Verify", "make_plan", "merges"]
 
 #: Which checksums to verify. `whole`: of chunks that are read whole, and of all blocks of packed files, which are read
 #: whole for this purpose. `always`: of all chunks, which are read whole. `never`: none.
@@ -103,11 +105,24 @@ class Plan:
     bytes_needed: int
     bytes_unverified: int
     bytes_besides: int = 0  # read only to verify checksums
+    bytes_of_gaps: int = 0  # between scattered indices that a view takes
 
     @property
     def bytes_read(self) -> int:
         """Bytes that will be read from storage."""
-        return sum(r.total for r in self.requests)
+        return sum(r.total for r in self.requests) + self.bytes_of_gaps
+
+    def through(self, store: Store) -> Plan:
+        """The same plan, with the bytes that a store reads in addition to compute what is requested.
+
+        Args:
+            store: the store from which it will be read.
+        """
+        computed = [r for r in self.requests if r.file.startswith(HIDDEN)]
+        if not computed:
+            return self
+        ranges = [(r.file, r.offset + i * r.step, r.nbytes) for r in computed for i in range(r.count)]
+        return replace(self, bytes_of_gaps=sum(gaps_of(store, *each) for each in ranges))
 
     @property
     def ranges(self) -> int:
@@ -316,7 +331,7 @@ def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Reque
     """Requests for exactly the wanted bytes, except that small gaps are read too."""
     n = len(whole.shape)
     span = 1  # bytes of the file that the dims from `n` on span
-    while n and _merges(whole.src_strides[n - 1] - span, span, costs):
+    while n and merges(whole.src_strides[n - 1] - span, span, costs):
         size, step = whole.shape[n - 1], whole.src_strides[n - 1]
         if (size - 1) * step + span > costs.request:
             break
@@ -324,7 +339,7 @@ def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Reque
         n -= 1
     src_step = whole.src_strides[n - 1] if n else 0
     dst_step = whole.dst_strides[n - 1] if n else 0
-    cut = bool(n) and _merges(src_step - span, span, costs)  # a single request would be too long
+    cut = bool(n) and merges(src_step - span, span, costs)  # a single request would be too long
     per_request = max(1, (costs.request - span) // src_step + 1 if cut else costs.request // span)
     shape, src_strides, dst_strides = whole.shape[n:], whole.src_strides[n:], whole.dst_strides[n:]
     *leading, last = whole.shape[:n] or (1,)
@@ -342,8 +357,14 @@ def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Reque
                 yield Request(file, begin, span, (copy,), count, src_step)
 
 
-def _merges(gap: int, span: int, costs: Costs) -> bool:
-    """Whether a gap between ranges of `span` bytes is read along with them."""
+def merges(gap: int, span: int, costs: Costs) -> bool:
+    """Whether a gap between ranges is read along with them.
+
+    Args:
+        gap: bytes of the gap.
+        span: bytes of each range.
+        costs: the costs of the store.
+    """
     return gap <= costs.gap and (gap * 20 <= span or span < costs.short)
 
 

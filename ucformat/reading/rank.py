@@ -273,7 +273,7 @@ class _Planner:
 
     def plan(self, verify: Verify) -> ReadPlan:
         items = [w for key in self.bound.keys(self.rank) for w in self._items(key)]
-        plan = make_plan(items, verify, self.source.store.costs)
+        plan = make_plan(items, verify, self.source.store.costs).through(self.source.store)
         return ReadPlan(plan, self.source.store, tuple(self.buffers), self.tensors, self.zero_filled, self.rank)
 
     def _items(self, key: Key) -> list[ReadItem]:

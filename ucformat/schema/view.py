@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from ucformat.schema import ITEMSIZE
 
-__all__ = ["STEPS", "Count", "Index", "Labelled", "Names", "Step", "Text", "Written"]
+__all__ = ["STEPS", "Count", "Index", "Indices", "Labelled", "Names", "Select", "Step", "Take", "Text", "Written"]
 
 Text = Annotated[str, Field(min_length=1)]
 Names = Text | Annotated[list[Text], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
+Indices = Annotated[list[Index | Annotated[str, Field(pattern=r"^[0-9]{1,18}:[0-9]{1,18}$")]], Field(min_length=1)]
 
 _NAMES = "Globs, in which * and ? match dots too, or /regex/es, of the whole name."
 _REGEX = r"A /regex/ of the whole name."
 _TEMPLATE = r"A name, in which \1 and \g<name> are what the /regex/ captured."
 _STATES = "Globs of states; by default all."
+_INDICES = "Indices, and ranges of them without their end: [0, 8:16, 40]."
+_FIRST = "How many of the first, instead of `indices`."
 
 
 class Written(BaseModel):
@@ -68,6 +72,36 @@ class Trim(Written):
     trim: Names = Field(description=_NAMES)
     dim: Index = Field(0, description="The dim.")
     size: Index = Field(description="How many indices stay.")
+
+
+def _one_of_both(step: Any) -> Any:
+    if (step.indices is None) == (step.first is None):
+        raise PydanticCustomError("indices", "one of `indices` and `first` is needed, not both")
+    return step
+
+
+class Take(Written):
+    """Only these indices along a dim stay, in this order: neurons, heads, the width of a sub-model."""
+
+    take: Names = Field(description=_NAMES)
+    dim: Index = Field(0, description="The dim.")
+    of: Count | None = Field(
+        None, description="The dim is so many equal blocks, such as heads, which the indices count; default: elements."
+    )
+    indices: Indices | None = Field(None, description=_INDICES)
+    first: Count | None = Field(None, description=_FIRST)
+
+    _either = model_validator(mode="after")(_one_of_both)
+
+
+class Select(Written):
+    """Of numbered tensors only these stay, and get the numbers 0, 1, 2, … in this order: layers, experts."""
+
+    select: Names = Field(description="/regex/es of the whole name. The group `i`, or else the first, is the number.")
+    indices: Indices | None = Field(None, description=_INDICES)
+    first: Count | None = Field(None, description=_FIRST)
+
+    _either = model_validator(mode="after")(_one_of_both)
 
 
 class Split(Written):
@@ -147,7 +181,7 @@ class Preset(Written):
 STEPS: dict[str, type[Written]] = {
     next(iter(model.model_fields)): model
     for model in (
-        *(Keep, Drop, Rename, RenameStates, Transpose, Trim, Split, Fuse, Stack, Unstack),
+        *(Keep, Drop, Rename, RenameStates, Transpose, Trim, Take, Select, Split, Fuse, Stack, Unstack),
         *(Alias, Untie, Cast, Mean, Preset),
     )
 }
@@ -165,6 +199,8 @@ Step = Annotated[
     | Annotated[RenameStates, Tag("rename_states")]
     | Annotated[Transpose, Tag("transpose")]
     | Annotated[Trim, Tag("trim")]
+    | Annotated[Take, Tag("take")]
+    | Annotated[Select, Tag("select")]
     | Annotated[Split, Tag("split")]
     | Annotated[Fuse, Tag("fuse")]
     | Annotated[Stack, Tag("stack")]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Checksums, Costs, Info, Ranges, Store, Writer
 
-__all__ = ["CachedListingStore", "PrefixStore", "RecordingStore", "SyntheticStore", "WrappedStore"]
+__all__ = ["CachedListingStore", "PrefixStore", "RecordingStore", "SyntheticStore", "WrappedStore", "gaps_of"]
 
 
 class WrappedStore:
@@ -116,6 +116,16 @@ class SyntheticStore(WrappedStore, ABC):
     def _content(self, key: str, offset: int, nbytes: int) -> memoryview:
         """A range of a synthetic file; MissingData if the file is shorter."""
 
+    def gaps(self, key: str, offset: int, nbytes: int) -> int:  # noqa: ARG002
+        """The bytes that are read of stored files in excess of a range that is computed from them, if that is known.
+
+        Args:
+            key: key of a file.
+            offset: first byte of the range.
+            nbytes: its bytes.
+        """
+        return 0
+
     def info(self, key: str) -> Info:
         """See Store."""
         return self._info(key) if self._holds(key) else self.inner.info(key)
@@ -141,6 +151,22 @@ class SyntheticStore(WrappedStore, ABC):
             return
         for number, row in enumerate(rows):
             self.read_into(key, offset + number * step, [row])
+
+
+def gaps_of(store: Store, key: str, offset: int, nbytes: int) -> int:
+    """As `SyntheticStore.gaps`, of the stores in a store's wrappers.
+
+    Args:
+        store: the store.
+        key: key of a file.
+        offset: first byte of the range.
+        nbytes: its bytes.
+    """
+    total = 0
+    while isinstance(store, WrappedStore):
+        total += store.gaps(key, offset, nbytes) if isinstance(store, SyntheticStore) else 0
+        store = store.inner
+    return total
 
 
 class PrefixStore(WrappedStore):

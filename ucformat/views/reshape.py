@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import Box
 from ucformat.schema import ITEMSIZE
+from ucformat.views.picks import Picks, chosen
 from ucformat.views.table import Entry, Formula, compose, part_of, renamed
 
 if TYPE_CHECKING:
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.geometry.view import View
+    from ucformat.schema.view import Take
     from ucformat.views.table import Table
 
-__all__ = ["cast", "fused", "meaned", "split", "stacked", "transposed", "trimmed", "unstacked"]
+__all__ = ["cast", "fused", "meaned", "split", "stacked", "taken", "transposed", "trimmed", "unstacked"]
 
 Shape = tuple[int, ...]
 Named = Sequence[tuple[str, Entry]]
@@ -64,6 +66,32 @@ def trimmed(name: str, entry: Entry, dim: int, size: int) -> Entry:
     if size > entry.shape[dim]:
         raise LayoutError(f"{name} has the shape {entry.shape}: dim {dim} has fewer than {size} indices")
     return _each(name, entry, lambda view: _taken(view, name, dim, [(0, size)]))
+
+
+def taken(table: Table, name: str, entry: Entry, step: Take) -> Entry:
+    """Take indices along a dim, in their order.
+
+    Args:
+        table: the table that gets the formulas.
+        name: the tensor's name.
+        entry: the tensor.
+        step: the dim and the indices.
+
+    Raises:
+        LayoutError: the tensor has no such dim or index, the dim cannot be divided so, or an index is named twice.
+    """
+    _check_dim(name, entry, step.dim)
+    length = entry.shape[step.dim]
+    blocks = length if step.of is None else step.of
+    if blocks and length % blocks:
+        raise LayoutError(
+            f"{name} has the shape {entry.shape}: dim {step.dim} cannot be divided into {blocks} equal blocks"
+        )
+    what = f"{name} has the shape {entry.shape}: dim {step.dim}"
+    picks = chosen(step.indices, step.first, blocks, what, "index" if step.of is None else "block")
+    width = length // blocks if blocks else 1
+    units = Picks(tuple((start * width, count * width) for start, count in picks.runs))
+    return _each(name, entry, lambda view: table.taken(view, step.dim, units))
 
 
 def split(

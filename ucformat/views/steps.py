@@ -8,13 +8,16 @@ moments) are refused by steps that would cut them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import LayoutError
 from ucformat.geometry.patterns import expand
 from ucformat.geometry.placement import compile_match
 from ucformat.schema import view as schema
-from ucformat.views.reshape import cast, fused, meaned, split, stacked, transposed, trimmed, unstacked
+from ucformat.views.picks import chosen
+from ucformat.views.reshape import cast, fused, meaned, split, stacked, taken, transposed, trimmed, unstacked
 from ucformat.views.table import Entry, renamed
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from ucformat.views.table import Table
 
 __all__ = ["Taken", "apply"]
+
+_FEW = 12  # numbers that an error lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +77,19 @@ class _Names:
     """Patterns of whole names."""
 
     def __init__(self, patterns: str | Sequence[str]) -> None:
-        listed = (patterns,) if isinstance(patterns, str) else patterns
-        self._patterns = tuple(map(compile_match, listed))
+        self._texts = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        self._patterns = tuple(map(compile_match, self._texts))
 
     def find(self, name: str) -> re.Match[str] | None:
         return next(filter(None, (p.fullmatch(name) for p in self._patterns)), None)
+
+    def all_among(self, table: Table) -> Iterator[tuple[str, Entry, re.Match[str]]]:
+        """As `among`; LayoutError if a pattern matches nothing."""
+        for pattern, text in zip(self._patterns, self._texts, strict=True):
+            if not any(map(pattern.fullmatch, table.entries)):
+                near = get_close_matches(text, table.entries, 3, 0.3) or list(table.entries)[:3]
+                raise LayoutError(f"no tensor is called {text}", hint=f"there are {', '.join(near)}, …")
+        return self.among(table)
 
     def among(self, table: Table) -> Iterator[tuple[str, Entry, re.Match[str]]]:
         for name, entry in list(table.entries.items()):
@@ -89,14 +102,14 @@ class _Names:
 
 
 def _keep(table: Table, step: schema.Keep, where: str) -> None:
-    _select(table, _Names(step.keep), _Names(step.states), where, keep=True)
+    _filter(table, _Names(step.keep), _Names(step.states), where, keep=True)
 
 
 def _drop(table: Table, step: schema.Drop, where: str) -> None:
-    _select(table, _Names(step.drop), _Names(step.states), where, keep=False)
+    _filter(table, _Names(step.drop), _Names(step.states), where, keep=False)
 
 
-def _select(table: Table, names: _Names, states: _Names, where: str, *, keep: bool) -> None:
+def _filter(table: Table, names: _Names, states: _Names, where: str, *, keep: bool) -> None:
     out: dict[str, list[tuple[str, Entry]]] = {}
     for name, entry in table.entries.items():
         chosen = states.states(entry) if names.find(name) else set()
@@ -111,9 +124,13 @@ def _rename(table: Table, step: schema.Rename, where: str) -> None:
         to = expand(match, step.to)
         if to == name:
             return [(name, entry)]
-        return [(to, Entry({s: renamed(v, to, s) for s, v in entry.states.items()}, entry.param, entry.alias))]
+        return _renamed(to, entry)
 
     table.put({n: changed(n, e, m) for n, e, m in _Names(step.rename).among(table)}, where)
+
+
+def _renamed(to: str, entry: Entry) -> list[tuple[str, Entry]]:
+    return [(to, Entry({s: renamed(v, to, s) for s, v in entry.states.items()}, entry.param, entry.alias))]
 
 
 def _rename_states(table: Table, step: schema.RenameStates, where: str) -> None:
@@ -138,6 +155,10 @@ def _transpose(table: Table, step: schema.Transpose, where: str) -> None:
 
 def _trim(table: Table, step: schema.Trim, where: str) -> None:
     _each(table, where, step.trim, lambda n, e: trimmed(n, e, step.dim, step.size))
+
+
+def _take(table: Table, step: schema.Take, where: str) -> None:
+    table.put({n: [(n, taken(table, n, e, step))] for n, e, _ in _Names(step.take).all_among(table)}, where)
 
 
 def _split(table: Table, step: schema.Split, where: str) -> None:
@@ -173,13 +194,11 @@ def _gather(
     """Replace numbered tensors by one, in the position of the first."""
     groups: dict[str, dict[int, str]] = {}
     for name, _, match in _Names(pattern).among(table):
-        text = match["i"] if "i" in match.re.groupindex else match[1] if match.re.groups else ""
-        if not text.isdecimal():
-            raise LayoutError(f"the pattern captures no number in {name}")
+        number = int(name[slice(*_number(match, name))])
         numbers = groups.setdefault(expand(match, into), {})
-        if int(text) in numbers:
-            raise LayoutError(f"{name} and {numbers[int(text)]} are both number {text} of {expand(match, into)}")
-        numbers[int(text)] = name
+        if number in numbers:
+            raise LayoutError(f"{name} and {numbers[number]} are both number {number} of {expand(match, into)}")
+        numbers[number] = name
     out: dict[str, list[tuple[str, Entry]]] = {}
     for to, numbers in groups.items():
         missing = next((i for i in range(len(numbers)) if i not in numbers), None)
@@ -189,6 +208,46 @@ def _gather(
         out |= {name: [] for name, _ in members}
         out[next(n for n in table.entries if n in numbers.values())] = [(to, make(to, members))]
     table.put(out, where)
+
+
+def _select(table: Table, step: schema.Select, where: str) -> None:
+    """Of tensors whose names differ in a number, keep some, under new numbers and in the order of these."""
+    groups: dict[str, list[tuple[str, int]]] = {}  # the text before the number -> names, and where the number ends
+    for name, _, match in _Names(step.select).all_among(table):
+        start, stop = _number(match, name)
+        groups.setdefault(name[:start], []).append((name, stop))
+    out: dict[str, list[tuple[str, Entry]]] = {name: [] for members in groups.values() for name, _ in members}
+    slots: dict[str, list[tuple[int, str]]] = {}
+    for before, members in groups.items():
+        texts = [name[len(before) : stop] for name, stop in members]
+        new = _renumbered(step, before, set(map(int, texts)))
+        width = max((len(text) for text in texts if text.startswith("0")), default=1)
+        kept = [(new[int(t)], name, stop) for t, (name, stop) in zip(texts, members, strict=True) if int(t) in new]
+        # The tensors of the first new number get the first places, since a tensor list has the order of the program.
+        for (_, place, _), (number, name, stop) in zip(kept, sorted(kept, key=itemgetter(0)), strict=True):
+            to = f"{before}{number:0{width}}{name[stop:]}"
+            out[place] = _renamed(to, table.entries[name])
+    table.put(out, where)
+
+
+def _renumbered(step: schema.Select, before: str, numbers: set[int]) -> dict[int, int]:
+    """The new number of each that stays."""
+    new: dict[int, int] = {}
+    for start, length in chosen(step.indices, step.first, None, before, "number").runs:
+        for number in range(start, start + length):
+            if number not in numbers:
+                listed = [*map(str, sorted(numbers)[:_FEW]), *["…"] * (len(numbers) > _FEW)]
+                raise LayoutError(f"there is no {before}{number}", hint=f"the numbers are {', '.join(listed)}")
+            new[number] = len(new)
+    return new
+
+
+def _number(match: re.Match[str], name: str) -> tuple[int, int]:
+    """Where the number is that a pattern captures: in its group `i`, or else the first."""
+    group = "i" if "i" in match.re.groupindex else 1 if match.re.groups else 0
+    if not (match[group] or "").isdecimal() or not group:
+        raise LayoutError(f"the pattern captures no number in {name}", hint=r"its group is the number: /layers\.(\d+)\..*/")
+    return match.span(group)
 
 
 def _unstack(table: Table, step: schema.Unstack, where: str) -> None:
@@ -234,6 +293,8 @@ _DO: dict[type, Callable[[Table, Any, str], None]] = {
     schema.RenameStates: _rename_states,
     schema.Transpose: _transpose,
     schema.Trim: _trim,
+    schema.Take: _take,
+    schema.Select: _select,
     schema.Split: _split,
     schema.Fuse: _fuse,
     schema.Stack: _stack,

@@ -1,7 +1,7 @@
 """The table of tensors on which the steps of a view operate: names, states, and the sources of each.
 
-Every state of every tensor is a `View` of source tensors. The result of a formula (a cast or mean) is a source tensor
-with a key of its own, so later steps need not distinguish it. During the steps an alias is an entry like any other, so
+Every state of every tensor is a `View` of source tensors. The result of a formula (a cast, a mean, or indices that are
+taken) is a source tensor with a key of its own, so later steps need not distinguish it. During the steps an alias is an entry like any other, so
 that it is renamed and split like its target; at the end, entries with the same parts as another become aliases again.
 """
 
@@ -18,16 +18,19 @@ from ucformat.geometry.view import Part, View
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ucformat.views.picks import Picks
+
 __all__ = ["Entry", "Formula", "Table", "compose", "identity", "part_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A tensor whose values are computed: its inputs cast to its dtype, or their mean."""
+    """A tensor made of others: its input cast to its dtype, the mean of its inputs, or indices taken of its input."""
 
     info: TensorInfo
-    operation: Literal["cast", "mean"]
+    operation: Literal["cast", "mean", "take"]
     inputs: tuple[View, ...]
+    axes: tuple[Picks | None, ...] = ()  # of a take: the indices along each dim; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,12 @@ def identity(info: TensorInfo) -> View:
     Args:
         info: the source tensor.
     """
+    return View(info, ((info.key, _all_of(info)),))
+
+
+def _all_of(info: TensorInfo) -> Part:
     whole = Box.whole(info.shape)
-    return View(info, ((info.key, Part.aligned(whole, whole)),))
+    return Part.aligned(whole, whole)
 
 
 def part_of(view: View, target: Box, box: Box, axes: tuple[int | None, ...] | None = None) -> tuple[View, Part]:
@@ -109,6 +116,7 @@ class Table:
 
     entries: dict[str, Entry]
     formulas: dict[Key, Formula] = field(default_factory=dict)
+    _known: dict[object, Key] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tensor_list: TensorList, aliases: Mapping[str, str], means: Mapping[Key, Sequence[Key]]) -> Table:
@@ -137,7 +145,7 @@ class Table:
         return table
 
     def computed(self, formula: Formula) -> View:
-        """Add a computed tensor, which becomes a source like any other.
+        """Add a computed tensor, which becomes a source like any other; tied tensors share one.
 
         Args:
             formula: its formula.
@@ -146,10 +154,35 @@ class Table:
             A view of it.
         """
         info = formula.info
-        key = Key(info.name, f"{info.state}={formula.operation}{len(self.formulas)}")
-        self.formulas[key] = formula
-        source = identity(replace(info, state=key.state))
-        return renamed(source, info.name, info.state)
+        inputs = tuple((view.info.shape, view.parts) for view in formula.inputs)
+        key = self._known.setdefault(
+            (formula.operation, info.dtype, inputs, formula.axes),
+            Key(info.name, f"{info.state}={formula.operation}{len(self.formulas)}"),
+        )
+        self.formulas.setdefault(key, formula)
+        return renamed(identity(replace(info, name=key.name, state=key.state)), info.name, info.state)
+
+    def taken(self, view: View, dim: int, picks: Picks) -> View:
+        """Take indices of a tensor along a dim; those of a tensor that was taken itself are taken at once.
+
+        Args:
+            view: the tensor.
+            dim: the dim.
+            picks: the indices.
+        """
+        shape = view.info.shape
+        if picks.runs == ((0, shape[dim]),):
+            return view
+        axes = tuple(picks if d == dim else None for d in range(len(shape)))
+        source, (key, part) = view, view.parts[0]
+        formula = self.formulas.get(key)
+        if formula is not None and formula.operation == "take" and part == _all_of(formula.info) == _all_of(view.info):
+            axes = tuple(
+                a if b is None else b if a is None else a.of(b) for a, b in zip(axes, formula.axes, strict=True)
+            )
+            (source,) = formula.inputs
+        info = replace(view.info, shape=(*shape[:dim], picks.size, *shape[dim + 1 :]))
+        return self.computed(Formula(info, "take", (source,), axes))
 
     def put(self, old: Mapping[str, Sequence[tuple[str, Entry]]], step: str) -> None:
         """Replace entries in place.

@@ -15,6 +15,8 @@ from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.read import read_flat
 from ucformat.storage.base import HIDDEN, Info, check_range
 from ucformat.storage.wrappers import SyntheticStore, WrappedStore
+from ucformat.views.gather import bytes_of_gaps, gather, is_scattered
+from ucformat.views.picks import clipped, mapped, source_box
 from ucformat.views.steps import apply
 from ucformat.views.table import Table
 
@@ -38,10 +40,10 @@ _PREFIX = f"{HIDDEN}computed/"  # no file of a checkpoint can have such a key
 
 @dataclass(frozen=True, slots=True)
 class ComputedFile:
-    """A computed tensor, and functions that return the extents of its inputs."""
+    """A computed tensor, and functions that return the extents of its inputs, or those that intersect a box."""
 
     formula: Formula
-    inputs: tuple[Callable[[], Iterable[Extent | Tiles]], ...]
+    inputs: tuple[Callable[[Box | None], Iterable[Extent | Tiles]], ...]
 
 
 def file_name(level: int, number: int) -> str:
@@ -77,7 +79,7 @@ def inputs_of(store: Store, key: str) -> Iterator[tuple[TensorInfo, Iterable[Ext
     while isinstance(store, WrappedStore):
         found = store.computed(key) if isinstance(store, ComputedStore) else None
         if found is not None:
-            return ((v.info, extents()) for v, extents in zip(found.formula.inputs, found.inputs, strict=True))
+            return ((v.info, extents(None)) for v, extents in zip(found.formula.inputs, found.inputs, strict=True))
         store = store.inner
     return None
 
@@ -100,6 +102,21 @@ class ComputedStore(SyntheticStore):
         """
         return self._files.get(key)
 
+    def gaps(self, key: str, offset: int, nbytes: int) -> int:
+        """The bytes that are read along with a range of a file of scattered indices.
+
+        Args:
+            key: the file's key.
+            offset: first byte of the range.
+            nbytes: its bytes.
+        """
+        file = self._files.get(key)
+        if file is None or file.formula.operation != "take":
+            return 0
+        unit = file.formula.info.itemsize
+        elements = offset // unit, -(-(offset + nbytes) // unit)
+        return bytes_of_gaps(file.formula, file.inputs[0], self.costs, *elements)
+
     def _holds(self, key: str) -> bool:
         return key in self._files
 
@@ -111,11 +128,14 @@ class ComputedStore(SyntheticStore):
         info, unit = file.formula.info, file.formula.info.itemsize
         check_range(str(info.key), offset, nbytes, info.nbytes)
         first, last = offset // unit, -(-(offset + nbytes) // unit)
-        arrays = [
-            read_flat(self, view.info, extents(), first, last)
-            for view, extents in zip(file.formula.inputs, file.inputs, strict=True)
-        ]
-        made = _OPERATIONS[file.formula.operation](arrays, info)
+        if file.formula.operation == "take":
+            made = gather(self, file.formula, file.inputs[0], first, last)
+        else:
+            arrays = [
+                read_flat(self, view.info, extents(None), first, last)
+                for view, extents in zip(file.formula.inputs, file.inputs, strict=True)
+            ]
+            made = _OPERATIONS[file.formula.operation](arrays, info)
         return made.view(np.uint8)[offset - first * unit :][:nbytes].data
 
 
@@ -163,6 +183,7 @@ class Viewed:
         self._level: int = base._level + 1 if isinstance(base, Viewed) else 0  # noqa: SLF001 - of one's own
         self._files = {key: file_name(self._level, n) for n, key in enumerate(table.formulas)}
         self._formulas = table.formulas
+        self._scattered: dict[Key, bool] = {}  # of the takes that were read
         self._computed = {
             self._files[key]: ComputedFile(f, tuple(partial(self.of_view, view) for view in f.inputs))
             for key, f in table.formulas.items()
@@ -223,7 +244,17 @@ class Viewed:
 
     def _source_extents(self, key: Key, within: Box | None) -> Iterable[Extent | Tiles]:
         formula = self._formulas.get(key)
-        return self.base.extents(key, within) if formula is None else [computed_extent(formula.info, self._files[key])]
+        if formula is None:
+            return self.base.extents(key, within)
+        if formula.operation == "take" and not self._is_scattered(key, formula):
+            runs = clipped(formula.axes, within or Box.whole(formula.info.shape))
+            return mapped(runs, single_extents(self.of_view(formula.inputs[0], source_box(runs)))) if all(runs) else []
+        return [computed_extent(formula.info, self._files[key])]
+
+    def _is_scattered(self, key: Key, formula: Formula) -> bool:
+        if key not in self._scattered:
+            self._scattered[key] = is_scattered(formula, partial(self.of_view, formula.inputs[0]), self.store.costs)
+        return self._scattered[key]
 
     def _single_extents(self, key: Key, within: Box) -> Iterator[Extent]:
         return single_extents(self._source_extents(key, within))
