@@ -44,8 +44,8 @@ def test_the_summary_says_what_there_is(run: Run, committed: Path) -> None:
 def test_json_has_everything(run: Run, committed: Path) -> None:
     found = object_of(run("show", committed, "--json").stdout)
     assert list(found) == [
-        "url", "kind", "id", "step", "engine", "layout", "states", "total", "aliases", "groups", "objects", "per_rank",
-        "assets",
+        "url", "kind", "id", "step", "engine", "layout", "parameters", "dtypes", "whole", "outdated", "states", "total",
+        "aliases", "groups", "objects", "per_rank", "assets",
         "zarr_url", "unprotected", "catalog",
     ]  # fmt: skip
     assert found["kind"] == "ucformat"
@@ -55,6 +55,40 @@ def test_json_has_everything(run: Run, committed: Path) -> None:
     assert found["groups"][1]["options"]["lr"] == {"$float": "inf"}
     assert found["zarr_url"].startswith(f"{committed}/data/")
     assert found["catalog"] is None
+
+
+def test_a_view_beside_the_whole_checkpoint(run: Run, tmp_path: Path) -> None:
+    arrays = {
+        (f"l.{i}.w", state): random_array((8, 6), dtype, i)
+        for i in range(4)
+        for state, dtype in (("weight", "bfloat16"), ("master", "float32"))
+    }
+    arrays |= {("only", "master"): random_array((5,), "float32"), ("only", "step"): random_array((), "float32")}
+    store = LocalStore(tmp_path / "src")
+    with store.create("hf/config.json") as file:
+        file.write(b'{"num_hidden_layers": 4}')
+    facts = {"aliases": {"tied": "l.0.w"}, "assets": {"hf/config.json": "hf/config.json"}, "objects": {"args": {}}}
+    convert(Checkpoint(FakeSource.write(store, arrays, **facts)), tmp_path / "ck")
+    view = tmp_path / "view.yaml"
+    view.write_text(
+        r"{version: 1, view: [{select: '/l\.(\d+)\..*/', indices: [0, 2:4]}, {take: 'l.*', first: 2}, {untie: tied}]}"
+    )
+    whole = object_of(run("show", tmp_path / "ck", "--json").stdout)
+    found = object_of(run("show", tmp_path / "ck", "--view", view, "--json").stdout)
+    assert (whole["parameters"], whole["whole"], whole["outdated"]) == (4 * 48 + 5, None, [])
+    assert whole["dtypes"] == {"bfloat16": 4 * 96, "float32": 4 * 192 + 24}
+    assert found["parameters"] == 3 * 12 + 48 + 5  # the tied name is not cut, and is a tensor of its own
+    assert found["whole"] == {k: whole[k] for k in ("parameters", "dtypes")}
+    assert found["outdated"] == ["hf/config.json", "args"]
+    lines = run("show", tmp_path / "ck", "--view", view).stdout.splitlines()
+    assert "  params    89" in lines
+    assert "  outdated  args has the sizes of the whole model, not of the view" in lines
+    assert next(line.split() for line in lines if line.startswith("parameters")) == ["parameters", "89", "197"]
+    done = run("convert", tmp_path / "ck", tmp_path / "sub", "--view", view)
+    assert "hf/config.json is copied unchanged" in done.stderr
+    again = object_of(run("show", tmp_path / "sub", "--json").stdout)
+    assert (again["parameters"], again["outdated"]) == (89, ["hf/config.json", "args"])
+    assert object_of(run("show", tmp_path / "ck", "--view", view, "-t", "l.*", "--json").stdout)["parameters"] == 89
 
 
 def test_tensors_are_listed_by_glob_and_state(run: Run, committed: Path) -> None:
@@ -121,12 +155,12 @@ def known(run: Run, committed: Path, catalog: Path, tmp_path: Path) -> Path:
 def test_what_the_catalog_knows_is_shown(run: Run, known: Path, entry: Callable[[str], Entry]) -> None:
     lines = run("show", "alias:best").stdout.splitlines()
     assert lines[0] == str(known)
-    assert lines[5:10] == [
+    assert lines[6:11] == [
         "  run       run9",
         "  alias     best",
         "  tag       good, paper",
         "  metric    acc nan, val_loss 2.13",
-        f"  hold 1    being evaluated, until 2099-01-01 23:59Z ({entry('alias:best').holds[0].who}, {lines[9][-18:]}",
+        f"  hold 1    being evaluated, until 2099-01-01 23:59Z ({entry('alias:best').holds[0].who}, {lines[10][-18:]}",
     ]
     assert lines[10].startswith("  note      looks good (")
     assert lines[11].endswith("/src (convert)")

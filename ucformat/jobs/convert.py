@@ -34,6 +34,7 @@ from ucformat.sources.configuration import with_config
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import as_strings, open_store
 from ucformat.storage.watched import check_unchanged, find_watched
+from ucformat.views.model_config import OUTDATED, outdated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -238,7 +239,8 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
     objects, assets = attempt.folder("objects"), attempt.folder("assets")
     names, keys = {t.name for t in tensors}, [Key(t.name, t.state) for t in tensors]
     spread = spread_of(source.viewed, keys)
-    values = {**source.objects, "spread": spread} if spread else source.objects
+    old = outdated(source.viewed, source.assets, source.objects)
+    values = {**source.objects, **({"spread": spread} if spread else {}), **({OUTDATED: old} if old else {})}
     made = Manifest(
         id=new_id(),
         attempt=attempt.id,

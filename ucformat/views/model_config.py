@@ -5,15 +5,43 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ucformat.errors import LayoutError
+from ucformat.schema.view import Select, Take
 
-__all__ = ["ModelConfig"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ucformat.views.viewed import Viewed
+
+__all__ = ["OUTDATED", "ModelConfig", "outdated"]
 
 _NORMS = "stores its norms less one (apply_layernorm_1p), which no view adds again"
 _ROTARY = "turns neighbouring elements of a head (rotary_interleaved), Hugging Face's models its two halves"
 _GATED = "gates the output of attention (attention_output_gate), for which the preset has no place"
+
+
+#: The object of a converted sub-model with the names of the files and objects that have the sizes of the whole model.
+OUTDATED = "outdated_sizes"
+
+
+def outdated(view: Viewed | None, assets: Iterable[str], objects: Mapping[str, Any]) -> list[str]:
+    """The names of assets and objects with the sizes of a whole model, of which the checkpoint has only a part.
+
+    Args:
+        view: the view that takes the part; None if there is none.
+        assets: the names of the checkpoint's assets.
+        objects: the checkpoint's non-tensor values, by name; of a sub-model that was converted, they list these names.
+    """
+    recorded = objects.get(OUTDATED)
+    found = dict.fromkeys(n for n in recorded if isinstance(n, str)) if isinstance(recorded, list) else {}
+    while view is not None and not any(isinstance(step, Take | Select) for _, step in view.steps):
+        view = cast("Viewed", view.base) if getattr(view.base, "is_view", False) else None
+    if view is not None:
+        found |= dict.fromkeys(name for name in assets if name.rpartition("/")[2] == "config.json")
+        found |= dict.fromkeys({"args"} & objects.keys())
+    return list(found)
 
 
 @dataclass(frozen=True, slots=True)

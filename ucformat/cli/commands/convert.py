@@ -87,6 +87,7 @@ def convert(
     """
     import ucformat
     from ucformat.cli.program import Interrupted
+    from ucformat.views.model_config import outdated
 
     if dry_run:
         source, sizes = ucformat.open(src, view=view, options=options), (chunk_bytes, shard_bytes, workers)
@@ -130,6 +131,8 @@ def convert(
     amount = (
         f"{plural(len(ck.tensors), 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
     )
+    for name in outdated(source.viewed, source.assets, source.objects):
+        out.note(f"{name} is copied unchanged: it has the sizes of the whole model, not of the view")
     verified = ck.manifest.verified
     if verified is not None and (verified.but or not verified.default):
         bare = len(verified.but) if verified.default else len(ck.tensors) - len(verified.but)

@@ -13,7 +13,7 @@ from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, field, plural, shape_text, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ucformat.catalog.entries import Entry
     from ucformat.checkpoint import Checkpoint
@@ -46,9 +46,10 @@ def show(
     options: dict[str, Any] | None,
     out: Output,
 ) -> None:
-    """Show what a checkpoint contains: its writer, step, layout, tensors by state, objects and assets.
+    """Show what a checkpoint contains: its writer, step, layout, parameters, tensors by state, objects and assets.
 
-    Reads a few kilobytes, regardless of the checkpoint's size. Also shows the checkpoint's entry in the catalog; if its
+    With --view also how much of the whole checkpoint the view is. Reads a few kilobytes, regardless of the checkpoint's
+    size. Also shows the checkpoint's entry in the catalog; if its
     files are gone, only that.
     """
     found, every, known = _opened(src, view, options, out)
@@ -81,7 +82,7 @@ def _opened(
         if known is None:
             raise
         out.note(f"{gone.message}; showing its entry in the catalog")
-        return _from_catalog(known.entry), known.tensors, known
+        return _from_catalog(known.entry, known.tensors), known.tensors, known
     return _summary(ck), list(ck.tensors.values()), look_up(ck.manifest.id or ck.home, out)
 
 
@@ -117,9 +118,12 @@ def _tensor(info: TensorInfo) -> dict[str, Any]:
 
 
 def _summary(ck: Checkpoint) -> dict[str, Any]:
+    from ucformat.checkpoint import Checkpoint
     from ucformat.jobs.dependents import unprotected
+    from ucformat.views.model_config import outdated
 
     metadata = ck.metadata
+    whole = Checkpoint(ck.origin) if ck.viewed and ck.viewed.steps else None
     return {
         "url": ck.url,
         "kind": ck.kind,
@@ -127,6 +131,9 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "step": metadata.step,
         "engine": dict(metadata.engine),
         "layout": dict(metadata.layout),
+        **_amounts(ck.tensors.values()),
+        "whole": None if whole is None else _amounts(whole.tensors.values()),
+        "outdated": outdated(ck.viewed, ck.assets, ck.objects),
         "states": [],
         "total": {},
         "aliases": dict(ck.aliases),
@@ -142,7 +149,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _from_catalog(entry: Entry) -> dict[str, Any]:
+def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
     """The summary of a checkpoint whose files are missing; what the catalog does not have is None."""
     return {
         "url": entry.url,
@@ -151,6 +158,9 @@ def _from_catalog(entry: Entry) -> dict[str, Any]:
         "step": entry.step,
         "engine": {k.removeprefix("engine."): v for k, v in entry.producer.items() if k.startswith("engine.")},
         "layout": dict(entry.topology),
+        **_amounts(tensors),
+        "whole": None,
+        "outdated": None,
         "states": [],
         "total": {},
         "aliases": None,
@@ -161,6 +171,19 @@ def _from_catalog(entry: Entry) -> dict[str, Any]:
         "zarr_url": None,
         "unprotected": None,
     }
+
+
+def _amounts(tensors: Iterable[TensorInfo]) -> dict[str, Any]:
+    """The number of parameters, each counted in one state and under one name, and the bytes of each dtype."""
+    parameters: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    for info in tensors:
+        dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.nbytes
+        if info.state == "weight":
+            parameters[info.name] = info.size
+        elif info.state == "master":
+            parameters.setdefault(info.name, info.size)
+    return {"parameters": sum(parameters.values()), "dtypes": dtypes}
 
 
 def _totals(tensors: Sequence[TensorInfo]) -> dict[str, Any]:
@@ -197,16 +220,22 @@ def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
         "id": s["id"],
         "step": None if s["step"] is None else count(s["step"]),
         "layout": ", ".join(f"{k} {_value(v)}" for k, v in s["layout"].items()),
+        "params": count(s["parameters"]) if s["parameters"] else None,
     }
     for label, text in shown.items():
         if text:
             yield from field(label, text, width)
+    for name in s["outdated"] or ():
+        yield from field("outdated", f"{name} has the sizes of the whole model, not of the view", width)
     for place in s["unprotected"] or ():
         yield from field("unprotected", f"its files in {place}: there is no record that they are needed", width)
     if known is not None:
         yield from known.lines(s["url"], width)
     yield ""
     yield from _states(s, width)
+    if s["whole"] is not None:
+        yield ""
+        yield from _share(s, s["whole"], width)
     beside = list(_beside(s, width))
     if beside:
         yield ""
@@ -222,6 +251,14 @@ def _states(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
     t = s["total"]
     total = ("total", "", count(t["tensors"]), count(t["elements"]), bytes_text(t["bytes"]))
     return table(head, rows, left=2, width=width, total=total)
+
+
+def _share(view: Mapping[str, Any], whole: Mapping[str, Any], width: int | None) -> Iterator[str]:
+    """How much of the whole checkpoint a view is."""
+    amounts = [("parameters", count(view["parameters"]), count(whole["parameters"]))]
+    for dtype in dict.fromkeys((*whole["dtypes"], *view["dtypes"])):
+        amounts.append((dtype, *(bytes_text(s["dtypes"].get(dtype, 0)) for s in (view, whole))))
+    return table(("", "view", "whole checkpoint"), amounts, left=1, width=width)
 
 
 def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
