@@ -162,9 +162,9 @@ def test_what_the_catalog_knows_is_shown(run: Run, known: Path, entry: Callable[
         "  metric    acc nan, val_loss 2.13",
         f"  hold 1    being evaluated, until 2099-01-01 23:59Z ({entry('alias:best').holds[0].who}, {lines[10][-18:]}",
     ]
-    assert lines[10].startswith("  note      looks good (")
-    assert lines[11].endswith("/src (convert)")
-    assert lines[12] == "  from      run7@3000 (finetune)"
+    assert lines[11].startswith("  note      looks good (")
+    assert lines[12].endswith("/src (convert)")
+    assert lines[13] == "  from      run7@3000 (finetune)"
     found = object_of(run("show", known, "--json").stdout)["catalog"]
     assert found["name"] == "run9@1700"
     assert found["urls"] == [str(known)]

@@ -37,8 +37,7 @@ def each(states: States, change: Callable[[Any], Any]) -> States:
 def together(members: list[States], join: Callable[[list[Any]], Any]) -> States:
     shape = shape_of(members[0])
     return {
-        s: np.array(join([m[s] for m in members]), order="C") if a.shape == shape else a
-        for s, a in members[0].items()
+        s: np.array(join([m[s] for m in members]), order="C") if a.shape == shape else a for s, a in members[0].items()
     }
 
 
@@ -122,6 +121,7 @@ def split(draw: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tenso
 
 def twin(tensors: Tensors, name: str) -> str | None:
     """Another tensor with the same states, shapes and dtypes."""
+
     def kind(states: States) -> list[Any]:
         return [(s, a.dtype, a.shape) for s, a in states.items()]
 

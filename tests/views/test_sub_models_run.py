@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import ucformat
-from ucformat.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ucformat.checkpoint import Checkpoint
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")

@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 
+_SMALL = 1 << 20  # bytes of a block that is read to verify a part of it
+
+
 class Key(NamedTuple):
     """Identifies a stored tensor: its name and its state (`weight`, `master`, `exp_avg`, …)."""
 
@@ -143,6 +146,19 @@ class Extent:
         steps = [(n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True)]
         first, last = self.offset + sum(min(s, 0) for s in steps), self.offset + sum(max(s, 0) for s in steps)
         return first < self.block.offset or last + itemsize > self.block.offset + self.block.nbytes
+
+    def block_of(self, shape: tuple[int, ...]) -> Block | None:
+        """The block that covers a part of the extent.
+
+        A small block of a packed file is read whole to verify any part of it; others are left out for a part.
+
+        Args:
+            shape: shape of the part.
+        """
+        block = self.block
+        if block is None or shape == self.box.shape:
+            return block
+        return block if (block.placed or block.crc32c is not None) and block.nbytes <= _SMALL else None
 
     @property
     def last(self) -> int:

@@ -104,8 +104,7 @@ class View:
     ) -> Iterator[Extent]:
         """The extents of the target: those of the sources, clipped to the parts, with permuted strides.
 
-        Each source is queried once, for the bounding box of all that is taken from it. An extent that is not clipped
-        keeps its checksum block.
+        Each source is queried once, for the bounding box of all that is taken from it.
 
         Args:
             source_extents: returns the extents of a source tensor that intersect a box.
@@ -157,5 +156,5 @@ def _mapped(part: Part, extent: Extent, clip: Box, itemsize: int) -> Extent:
         box=box,
         offset=extent.offset + sum((c - e) * s for c, e, s in skipped),
         strides=tuple(reversed(strides)),
-        block=extent.block if clip == extent.box else None,
+        block=extent.block_of(clip.shape),
     )

@@ -203,8 +203,9 @@ def make_plan(items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs 
         unverified += exposed
         besides += extra
         needed += sum(p.box.size for _, p in item.pieces) * item.info.itemsize
+    requests, again = _once(requests)
     requests.sort(key=lambda r: (r.file, len(r.others), r.offset))
-    return Plan(tuple(_join(requests, costs)), needed, unverified, besides)
+    return Plan(tuple(_join(requests, costs)), needed, unverified, besides - again)
 
 
 def _located(item: ReadItem) -> tuple[ReadItem, list[Extent | Tiles | FileRun]]:
@@ -366,6 +367,20 @@ def merges(gap: int, span: int, costs: Costs) -> bool:
         costs: the costs of the store.
     """
     return gap <= costs.gap and (gap * 20 <= span or span < costs.short)
+
+
+def _once(requests: list[Request]) -> tuple[list[Request], int]:
+    """One request for each chunk that is verified, whatever is copied of it, and the bytes that are not read again."""
+    out: dict[object, Request] = {}
+    again = 0
+    for number, r in enumerate(requests):
+        single = r.is_checked and r.count == r.copies[0].count == 1 and not r.others
+        first = out.setdefault((r.file, r.offset, r.nbytes) if single else number, r)
+        if first is not r:
+            again += r.nbytes
+            rest = tuple(replace(c, block=None) for c in r.copies)
+            out[r.file, r.offset, r.nbytes] = Request(r.file, r.offset, r.nbytes, first.copies + rest)
+    return list(out.values()), again
 
 
 def _join(requests: list[Request], costs: Costs) -> Iterator[Request]:

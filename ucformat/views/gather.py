@@ -84,7 +84,9 @@ def bytes_of_gaps(formula: Formula, locate: Locate, costs: Costs, first: int, la
         first: the first element of the flattened tensor.
         last: the element after the last.
     """
-    parts = (part for box in flat_boxes(formula.info.shape, first, last) for part in _parts(formula, box, locate, costs))
+    parts = (
+        part for box in flat_boxes(formula.info.shape, first, last) for part in _parts(formula, box, locate, costs)
+    )
     return sum(_size(near) - part.size for part, _, near in parts) * formula.info.itemsize
 
 
@@ -135,7 +137,9 @@ def _strides(runs: Sequence[Sequence[Run]], locate: Locate) -> tuple[int, ...]:
     """The bytes between neighbouring indices of each dim in the file."""
     first = Box(tuple(of_dim[0][0] for of_dim in runs), (1,) * len(runs))
     found = next((e for e in single_extents(locate(first)) if e.box.intersect(first)), None)
-    return row_major(first.shape) if found is None else tuple(map(abs, found.strides))  # reading reports what is missing
+    return (
+        row_major(first.shape) if found is None else tuple(map(abs, found.strides))
+    )  # reading reports what is missing
 
 
 def _joined(runs: Sequence[Sequence[Run]], strides: Sequence[int], costs: Costs) -> list[list[Run]]:

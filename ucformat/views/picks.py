@@ -65,9 +65,7 @@ class Picks:
         return Picks(tuple((s, n) for start, length in self.runs for s, n, _ in inner.between(start, start + length)))
 
 
-def chosen(
-    indices: Sequence[int | str] | None, first: int | None, count: int | None, what: str, noun: str
-) -> Picks:
+def chosen(indices: Sequence[int | str] | None, first: int | None, count: int | None, what: str, noun: str) -> Picks:
     """The indices that a step names.
 
     Args:
@@ -123,8 +121,6 @@ def source_box(runs: Sequence[Sequence[Run]]) -> Box:
 def mapped(runs: Sequence[Sequence[Run]], extents: Iterable[Extent]) -> Iterator[Extent]:
     """The extents of the result: one for each combination of runs of the dims, in each extent of the source.
 
-    An extent that is taken whole keeps its checksum block.
-
     Args:
         runs: of each dim, in the order of the source.
         extents: the extents of the source.
@@ -144,5 +140,4 @@ def mapped(runs: Sequence[Sequence[Run]], extents: Iterable[Extent]) -> Iterator
         for cut in product(*dims):
             shape = tuple(n for _, n, _ in cut)
             offset = e.offset + sum(skip for _, _, skip in cut)
-            block = e.block if shape == e.box.shape else None
-            yield Extent(Box(tuple(to for to, _, _ in cut), shape), e.file, offset, e.strides, block)
+            yield Extent(Box(tuple(to for to, _, _ in cut), shape), e.file, offset, e.strides, e.block_of(shape))

@@ -217,7 +217,6 @@ def _select(table: Table, step: schema.Select, where: str) -> None:
         start, stop = _number(match, name)
         groups.setdefault(name[:start], []).append((name, stop))
     out: dict[str, list[tuple[str, Entry]]] = {name: [] for members in groups.values() for name, _ in members}
-    slots: dict[str, list[tuple[int, str]]] = {}
     for before, members in groups.items():
         texts = [name[len(before) : stop] for name, stop in members]
         new = _renumbered(step, before, set(map(int, texts)))
@@ -246,7 +245,9 @@ def _number(match: re.Match[str], name: str) -> tuple[int, int]:
     """Where the number is that a pattern captures: in its group `i`, or else the first."""
     group = "i" if "i" in match.re.groupindex else 1 if match.re.groups else 0
     if not (match[group] or "").isdecimal() or not group:
-        raise LayoutError(f"the pattern captures no number in {name}", hint=r"its group is the number: /layers\.(\d+)\..*/")
+        raise LayoutError(
+            f"the pattern captures no number in {name}", hint=r"its group is the number: /layers\.(\d+)\..*/"
+        )
     return match.span(group)
 
 

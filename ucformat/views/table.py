@@ -1,8 +1,9 @@
 """The table of tensors on which the steps of a view operate: names, states, and the sources of each.
 
 Every state of every tensor is a `View` of source tensors. The result of a formula (a cast, a mean, or indices that are
-taken) is a source tensor with a key of its own, so later steps need not distinguish it. During the steps an alias is an entry like any other, so
-that it is renamed and split like its target; at the end, entries with the same parts as another become aliases again.
+taken) is a source tensor with a key of its own, so later steps need not distinguish it. During the steps an alias is an
+entry like any other, so that it is renamed and split like its target; at the end, entries with the same parts as
+another become aliases again.
 """
 
 from __future__ import annotations

@@ -255,10 +255,12 @@ def _states(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
 
 def _share(view: Mapping[str, Any], whole: Mapping[str, Any], width: int | None) -> Iterator[str]:
     """How much of the whole checkpoint a view is."""
-    amounts = [("parameters", count(view["parameters"]), count(whole["parameters"]))]
-    for dtype in dict.fromkeys((*whole["dtypes"], *view["dtypes"])):
-        amounts.append((dtype, *(bytes_text(s["dtypes"].get(dtype, 0)) for s in (view, whole))))
-    return table(("", "view", "whole checkpoint"), amounts, left=1, width=width)
+    dtypes = dict.fromkeys((*whole["dtypes"], *view["dtypes"]))
+    rows = [
+        ("parameters", *(count(s["parameters"]) for s in (view, whole))),
+        *((dtype, *(bytes_text(s["dtypes"].get(dtype, 0)) for s in (view, whole))) for dtype in dtypes),
+    ]
+    return table(("", "view", "whole checkpoint"), rows, left=1, width=width)
 
 
 def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
