@@ -22,6 +22,7 @@ BENCHMARKS = {
     "convert": "Conversion",
     "memory": "Memory of a conversion",
     "read": "Reading",
+    "sub_models": "Sub-models",
     "metadata": "Metadata of 100,000 shards",
     "scale": "100,000 extents in 1,000 files",
     "grids": "Chunk grids",

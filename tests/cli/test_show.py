@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -67,7 +67,11 @@ def test_a_view_beside_the_whole_checkpoint(run: Run, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "src")
     with store.create("hf/config.json") as file:
         file.write(b'{"num_hidden_layers": 4}')
-    facts = {"aliases": {"tied": "l.0.w"}, "assets": {"hf/config.json": "hf/config.json"}, "objects": {"args": {}}}
+    facts: dict[str, Any] = {
+        "aliases": {"tied": "l.0.w"},
+        "assets": {"hf/config.json": "hf/config.json"},
+        "objects": {"args": {}},
+    }
     convert(Checkpoint(FakeSource.write(store, arrays, **facts)), tmp_path / "ck")
     view = tmp_path / "view.yaml"
     view.write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,13 +110,17 @@ def transpose(_: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tens
     return {"transpose": name}, replace(tensors, {name: [(name, each(tensors[name], np.transpose))]})
 
 
+def half(array: Any, number: int, dim: int) -> Any:
+    return np.split(array, 2, dim)[number]
+
+
 def split(draw: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Tensors] | None:
     dims = [d for d, n in enumerate(shape_of(tensors[name])) if n and n % 2 == 0]
     if not dims:
         return None
     dim = draw(st.sampled_from(dims))
     into = [f"{name}!a", f"{name}!b"]
-    halves = [each(tensors[name], lambda a, k=k: np.split(a, 2, dim)[k]) for k in range(2)]
+    halves = [each(tensors[name], partial(half, number=k, dim=dim)) for k in range(2)]
     return {"split": name, "into": into, "dim": dim}, replace(tensors, {name: list(zip(into, halves, strict=True))})
 
 
@@ -144,7 +149,7 @@ def unstack(draw: Any, tensors: Tensors, name: str) -> tuple[dict[str, Any], Ten
     if not dims or len(shape) < 2:
         return None
     dim = draw(st.sampled_from(dims))
-    parts = [(f"{name}@{i}", each(tensors[name], lambda a, i=i: np.take(a, i, dim))) for i in range(shape[dim])]
+    parts = [(f"{name}@{i}", each(tensors[name], partial(np.take, indices=i, axis=dim))) for i in range(shape[dim])]
     return {"unstack": name, "into": f"{name}@{{i}}", "dim": dim}, replace(tensors, {name: parts})
 
 

@@ -33,7 +33,9 @@ ALIASES = {"head.w": "l.0.w"}
 def model() -> Arrays:
     """Three layers with optimizer states, a stack of experts and a norm; values are exact in float64."""
     rng = np.random.default_rng(4)
-    shapes = {f"l.{i}.{n}": shape for i in range(3) for n, shape in (("w", (12, 8)), ("v", (12, 8)), ("b", (12,)))}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"l.{i}.{n}": shape for i in range(3) for n, shape in (("w", (12, 8)), ("v", (12, 8)), ("b", (12,)))
+    }
     shapes |= {"experts": (4, 6, 5), "norm": (8,), "scalar": ()}
     out: Arrays = {
         (n, s): rng.standard_normal(shape, np.float32) for n, shape in shapes.items() for s in ("weight", "exp_avg")
@@ -191,8 +193,7 @@ class TestBytes:
         steps = {"take": "w", "dim": dim, "indices": indices.tolist()}
         found, plan, read = take(shape, steps, folder=tmp_path / "a")
         assert same(found, np.take(random_array(shape, "uint8"), indices, dim))
-        assert plan.bytes_needed < plan.bytes_read <= 64 * 1000
-        assert plan.bytes_read <= read < plan.bytes_read * 1.01  # checksums of chunks that are read whole
+        assert plan.bytes_needed < plan.bytes_read == read <= 64 * 1000 * 1.01
 
     def test_few_runs_are_few_ranges(self, tmp_path: Path) -> None:
         steps = {"take": "w", "of": 8, "indices": [1, 6, 3, 4]}
@@ -204,7 +205,7 @@ class TestBytes:
 class TestVirtual:
     def test_it_refers_to_what_is_taken(self, tmp_path: Path) -> None:
         whole = as_arrays(tmp_path)
-        steps = [
+        steps: list[dict[str, Any]] = [
             {"select": r"/l\.(\d+)\..*/", "indices": [2, 0]},
             {"take": "l.*.w", "dim": 1, "of": 4, "indices": [3, 0]},
         ]

@@ -366,7 +366,7 @@ def _input_difference(store: Store, file: ComputedFile) -> float:
         last = min(first + _INPUT_ELEMENTS, info.size)
         least = most = None
         for view, extents in zip(file.formula.inputs, file.inputs, strict=True):
-            values = read_flat(store, view.info, extents(), first, last).astype(np.float64)
+            values = read_flat(store, view.info, extents(None), first, last).astype(np.float64)
             least = values if least is None else np.minimum(least, values)
             most = values if most is None else np.maximum(most, values)
         if least is not None and most is not None:

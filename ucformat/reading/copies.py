@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 from ucformat.geometry.box import row_major
@@ -54,6 +54,8 @@ class Copy:
         Args:
             outer: the grid of repetitions; its offsets are added to those of this copy.
         """
+        if outer is _ONCE and all(a >= b for a, b in pairwise(self.src_strides)):
+            return self
         dims = sorted(
             zip(
                 outer.shape + self.shape,
@@ -171,6 +173,17 @@ def _fold(
     run: bool = True,
 ) -> Copy:
     """Drop dims of size 1, merge dims that one stride covers on both sides; with `run`, end in a run of bytes."""
+    folded, src_steps, dst_steps = _folded(shape, src_strides, dst_strides, run)
+    return Copy(folded, src, src_steps, dst, dst_steps)
+
+
+@lru_cache(maxsize=1 << 12)  # rows that a view takes differ only in their place
+def _folded(
+    shape: tuple[int, ...],
+    src_strides: tuple[int, ...],
+    dst_strides: tuple[int, ...],
+    run: bool,  # noqa: FBT001
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     dims: list[tuple[int, int, int]] = []
     for n, s, d in zip(shape, src_strides, dst_strides, strict=True):
         if n == 1:
@@ -181,4 +194,4 @@ def _fold(
             dims.append((n, s, d))
     if run and (not dims or dims[-1][1:] != (1, 1)):
         dims.append((1, 1, 1))
-    return Copy(tuple(n for n, _, _ in dims), src, tuple(s for _, s, _ in dims), dst, tuple(d for _, _, d in dims))
+    return tuple(n for n, _, _ in dims), tuple(s for _, s, _ in dims), tuple(d for _, _, d in dims)

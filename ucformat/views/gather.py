@@ -7,7 +7,9 @@ each would be read in requests of a few bytes, or read the same bytes again and 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,9 +18,9 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece, TensorInfo, single_extents
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.plan import ReadItem, merges
+from ucformat.reading.plan import ReadItem, make_plan, merges
 from ucformat.reading.read import read_items
-from ucformat.views.picks import clipped, mapped, source_box
+from ucformat.views.picks import Picks, clipped, mapped, source_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     Locate = Callable[[Box], Iterable[Extent | Tiles]]
 
-__all__ = ["bytes_of_gaps", "gather", "is_scattered"]
+__all__ = ["bytes_read", "gather", "in_order", "is_scattered"]
 
 _FEW = 64  # combinations of runs that are read one by one in any case
 _DENSE = 8  # all of a span is read if at least one index in so many is wanted
@@ -50,8 +52,10 @@ def is_scattered(formula: Formula, locate: Locate, costs: Costs) -> bool:
     runs = clipped(formula.axes, Box.whole(formula.info.shape))
     if not all(runs) or math.prod(map(len, runs)) <= _FEW:
         return False
-    joined = _joined(runs, _strides(runs, locate), costs)
-    return any(len(a) < len(b) for a, b in zip(joined, runs, strict=True))
+    return any(
+        len(list(_across_gaps(of_dim, stride, costs))) < len(of_dim)
+        for of_dim, stride in zip(runs, _strides(runs, locate), strict=True)
+    )
 
 
 def gather(store: Store, formula: Formula, locate: Locate, first: int, last: int) -> NDArray[np.generic]:
@@ -74,20 +78,42 @@ def gather(store: Store, formula: Formula, locate: Locate, first: int, last: int
     return out
 
 
-def bytes_of_gaps(formula: Formula, locate: Locate, costs: Costs, first: int, last: int) -> int:
-    """The bytes that are read along with a range of a tensor of scattered indices.
+def bytes_read(store: Store, formula: Formula, locate: Locate, first: int, last: int) -> int:
+    """The bytes that are read for a range of a tensor of scattered indices.
 
     Args:
+        store: the store of the files.
         formula: the indices.
         locate: as for `is_scattered`.
-        costs: how requests are merged.
         first: the first element of the flattened tensor.
         last: the element after the last.
     """
-    parts = (
-        part for box in flat_boxes(formula.info.shape, first, last) for part in _parts(formula, box, locate, costs)
+    boxes = flat_boxes(formula.info.shape, first, last)
+    parts = (part for box in boxes for part in _parts(formula, box, locate, store.costs))
+    plans = (make_plan([_item(formula.info, locate, near)], "whole", store.costs) for _, _, near in parts)
+    return sum(plan.through(store).bytes_read for plan in plans)
+
+
+def in_order(formula: Formula) -> tuple[Formula, Picks | None]:
+    """The indices with those of the first dim in the order of the source.
+
+    A range of the tensor has only some of these, so that each range would otherwise read from everywhere.
+
+    Args:
+        formula: the indices.
+
+    Returns:
+        The indices, and which of the first dim they were in the order in which they are wanted; None if it is the same.
+    """
+    axis = formula.axes[0]
+    if axis is None or list(axis.runs) == sorted(axis.runs):
+        return formula, None
+    runs = sorted(axis.runs)
+    begins = dict(zip(runs, accumulate((n for _, n in runs), initial=0), strict=False))
+    return (
+        replace(formula, axes=(Picks(tuple(runs)), *formula.axes[1:])),
+        Picks(tuple((begins[run], run[1]) for run in axis.runs)),
     )
-    return sum(_size(near) - part.size for part, _, near in parts) * formula.info.itemsize
 
 
 def _parts(
@@ -95,13 +121,19 @@ def _parts(
 ) -> Iterator[tuple[Box, list[list[Run]], list[list[Run]]]]:
     """Parts of a box that are small enough to be read at once, with their runs, and these joined across gaps."""
     strides = _strides(clipped(formula.axes, box), locate)
+
+    @cache  # only some of the dims are cut
+    def of_dim(d: int, start: int, length: int) -> tuple[list[Run], list[Run]]:
+        (runs,) = clipped(formula.axes[d : d + 1], Box((start,), (length,)))
+        return runs, list(_across_gaps(runs, strides[d], costs))
+
     todo = [box]
     while todo:
         part = todo.pop()
-        runs = clipped(formula.axes, part)
-        near = _joined(runs, strides, costs)
+        dims = [of_dim(d, start, n) for d, (start, n) in enumerate(zip(part.start, part.shape, strict=True))]
+        near = [joined for _, joined in dims]
         if _size(near) * formula.info.itemsize <= _AT_ONCE or part.size == 1:
-            yield part, runs, near
+            yield part, [runs for runs, _ in dims], near
             continue
         d = next(d for d, n in enumerate(part.shape) if n > 1)
         half = part.shape[d] // 2
@@ -110,18 +142,23 @@ def _parts(
             todo.append(Box(start, (*part.shape[:d], n, *part.shape[d + 1 :])))
 
 
+def _item(info: TensorInfo, locate: Locate, near: list[list[Run]]) -> ReadItem:
+    """What is read for a part: joined runs."""
+    shape = tuple(sum(n for _, n, _ in of_dim) for of_dim in near)
+    extents = mapped(near, single_extents(locate(source_box(near))))
+    piece = Piece(Box.whole(shape), 0, row_major(shape))
+    return ReadItem(TensorInfo(info.name, info.state, info.dtype, shape), extents, [(0, piece)])
+
+
 def _read(
     store: Store, info: TensorInfo, locate: Locate, part: Box, runs: list[list[Run]], near: list[list[Run]]
 ) -> NDArray[np.generic]:
     """Read joined runs, and pick the indices of a part."""
-    shape = tuple(sum(n for _, n, _ in of_dim) for of_dim in near)
-    wide = TensorInfo(info.name, info.state, info.dtype, shape)
-    raw = np.empty(math.prod(shape), numpy_dtype(info.dtype))
-    extents = mapped(near, single_extents(locate(source_box(near))))
-    piece = Piece(Box.whole(shape), 0, row_major(shape))
-    read_items(store, [ReadItem(wide, extents, [(0, piece)])], [raw.view(np.uint8)], [str(info.key)], threads=1)
+    item = _item(info, locate, near)
+    raw = np.empty(item.info.size, numpy_dtype(info.dtype))
+    read_items(store, [item], [raw.view(np.uint8)], [str(info.key)], threads=1)
     positions = [_positions(*of_dim) for of_dim in zip(runs, near, part.start, part.shape, strict=True)]
-    return raw.reshape(shape)[np.ix_(*positions)]
+    return raw.reshape(item.info.shape)[np.ix_(*positions)]
 
 
 def _positions(runs: list[Run], near: list[Run], start: int, length: int) -> NDArray[np.intp]:
@@ -142,12 +179,8 @@ def _strides(runs: Sequence[Sequence[Run]], locate: Locate) -> tuple[int, ...]:
     )  # reading reports what is missing
 
 
-def _joined(runs: Sequence[Sequence[Run]], strides: Sequence[int], costs: Costs) -> list[list[Run]]:
-    """The runs of each dim, in the order of the source, together with gaps between them that are read along."""
-    return [list(_across_gaps(of_dim, stride, costs)) for of_dim, stride in zip(runs, strides, strict=True)]
-
-
 def _across_gaps(runs: Sequence[Run], stride: int, costs: Costs) -> Iterator[Run]:
+    """Runs of one dim, in the order of the source, together with gaps between them that are read along."""
     gaps = [(b[0] - sum(a[:2])) * stride for a, b in pairwise(runs)]
     joins = [merges(gap, run[1] * stride, costs) for gap, run in zip(gaps, runs, strict=False)]
     first, last = runs[0], runs[-1]
@@ -164,4 +197,4 @@ def _across_gaps(runs: Sequence[Run], stride: int, costs: Costs) -> Iterator[Run
 
 
 def _size(runs: Sequence[Sequence[Run]]) -> int:
-    return math.prod(sum(n for _, n, _ in of_dim) for of_dim in runs)
+    return math.prod(sum(n for _, n, _ in of_dim) for of_dim in runs)  # in elements

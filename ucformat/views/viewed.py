@@ -15,7 +15,7 @@ from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.read import read_flat
 from ucformat.storage.base import HIDDEN, Info, check_range
 from ucformat.storage.wrappers import SyntheticStore, WrappedStore
-from ucformat.views.gather import bytes_of_gaps, gather, is_scattered
+from ucformat.views.gather import bytes_read, gather, in_order, is_scattered
 from ucformat.views.picks import clipped, mapped, source_box
 from ucformat.views.steps import apply
 from ucformat.views.table import Table
@@ -115,7 +115,7 @@ class ComputedStore(SyntheticStore):
             return 0
         unit = file.formula.info.itemsize
         elements = offset // unit, -(-(offset + nbytes) // unit)
-        return bytes_of_gaps(file.formula, file.inputs[0], self.costs, *elements)
+        return bytes_read(self, file.formula, file.inputs[0], *elements) - nbytes
 
     def _holds(self, key: str) -> bool:
         return key in self._files
@@ -185,7 +185,9 @@ class Viewed:
         self._formulas = table.formulas
         self._scattered: dict[Key, bool] = {}  # of the takes that were read
         self._computed = {
-            self._files[key]: ComputedFile(f, tuple(partial(self.of_view, view) for view in f.inputs))
+            self._files[key]: ComputedFile(
+                in_order(f)[0] if f.axes else f, tuple(partial(self.of_view, view) for view in f.inputs)
+            )
             for key, f in table.formulas.items()
         }
         self.store: Store = ComputedStore(base.store, self._computed) if self._computed else base.store
@@ -246,10 +248,15 @@ class Viewed:
         formula = self._formulas.get(key)
         if formula is None:
             return self.base.extents(key, within)
-        if formula.operation == "take" and not self._is_scattered(key, formula):
-            runs = clipped(formula.axes, within or Box.whole(formula.info.shape))
-            return mapped(runs, single_extents(self.of_view(formula.inputs[0], source_box(runs)))) if all(runs) else []
-        return [computed_extent(formula.info, self._files[key])]
+        whole = computed_extent(formula.info, self._files[key])
+        if formula.operation != "take":
+            return [whole]
+        box = within or whole.box
+        if self._is_scattered(key, formula):
+            order = in_order(formula)[1]
+            return [whole] if order is None else mapped(clipped([order, *[None] * (len(box.shape) - 1)], box), [whole])
+        runs = clipped(formula.axes, box)
+        return mapped(runs, single_extents(self.of_view(formula.inputs[0], source_box(runs)))) if all(runs) else []
 
     def _is_scattered(self, key: Key, formula: Formula) -> bool:
         if key not in self._scattered:
