@@ -16,7 +16,7 @@ import ucformat
 from tests.fakes import Arrays, FakeSource, random_array, same
 from tests.packed import write_packed
 from tests.sources.suite import DATA
-from tests.views.random_steps import drawn, read_all
+from tests.views.random_steps import drawn, read_all, subset
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import ChecksumError, LayoutError, UnsupportedError
 from ucformat.storage.local import LocalStore
@@ -127,6 +127,26 @@ def test_picking_in_memory_makes_the_same(
         for tensor, states in chosen.made.items():
             for state, array in states.items():
                 assert same(view[tensor, state].read(), array), (tensor, state)
+
+
+@given(data=st.data(), at_once=st.sampled_from([1, 12, 60, 4 << 20]))
+def test_scattered_indices_along_several_dims(data: st.DataObject, at_once: int) -> None:
+    """Picked in memory, in parts of a few elements, whole and in slices."""
+    array = random_array(data.draw(st.sampled_from([(13,), (9, 11), (5, 6, 7)])), "uint16")
+    ck = Checkpoint(FakeSource.write(MemoryStore("scattered"), {("w", "weight"): array}))
+    listed: list[dict[str, Any]] = []
+    for dim in data.draw(st.lists(st.integers(0, array.ndim - 1), min_size=1, max_size=4)):
+        given_, picks = subset(data.draw, array.shape[dim])
+        listed.append({"take": "w", "dim": dim, **given_})
+        array = np.take(array, picks, dim)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "_FEW", 0)
+        patch.setattr(gather, "_AT_ONCE", at_once)
+        patch.setattr(gather, "_DENSE", data.draw(st.integers(0, 4)))
+        tensor = ck.view(listed)["w"]
+        assert same(tensor.read(), np.array(array, order="C"))
+        where = tuple(slice(data.draw(st.integers(0, n - 1)), None) for n in array.shape)
+        assert same(tensor[where], np.array(array[where], order="C"))
 
 
 def take(shape: tuple[int, ...], *steps: dict[str, Any], folder: Path, packed: bool = False) -> tuple[Any, Any, int]:

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Piece
+    from ucformat.storage.base import Costs
 
-__all__ = ["Copy", "copies"]
+__all__ = ["Copy", "copies", "merges", "placed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +196,26 @@ def _folded(
     if run and (not dims or dims[-1][1:] != (1, 1)):
         dims.append((1, 1, 1))
     return tuple(n for n, _, _ in dims), tuple(s for _, s, _ in dims), tuple(d for _, _, d in dims)
+
+
+def placed(c: Copy, src: int, dst: int) -> Copy:
+    """The same copy from and to other places.
+
+    Args:
+        c: the copy.
+        src: the new `src`.
+        dst: the new `dst`.
+    """
+    where = (c.shape, src, c.src_strides, dst, c.dst_strides)
+    return Copy(*where, c.buffer, c.block, c.count, c.src_step, c.dst_step, c.file_step)
+
+
+def merges(gap: int, span: int, costs: Costs) -> bool:
+    """Whether a gap between ranges is read along with them.
+
+    Args:
+        gap: bytes of the gap.
+        span: bytes of each range.
+        costs: the costs of the store.
+    """
+    return gap <= costs.gap and (gap * 20 <= span or span < costs.short)

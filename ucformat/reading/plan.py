@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from ucformat.errors import CoverageError, Inconsistent, IntegrityError, MissingData
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, Extent, FileRun, TensorInfo, Tiles
-from ucformat.reading.copies import Copy, copies
+from ucformat.reading.copies import Copy, copies, merges, placed
 from ucformat.reading.garbage import gc_paused
 from ucformat.storage.base import HIDDEN, Costs
 from ucformat.storage.concurrency import map_io
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Piece
     from ucformat.storage.base import Store
 
-__all__ = ["Plan", "ReadItem", "Request", "Verify", "make_plan", "merges"]
+__all__ = ["Plan", "ReadItem", "Request", "Verify", "make_plan"]
 
 #: Which checksums to verify. `whole`: of chunks that are read whole, and of all blocks of packed files, which are read
 #: whole for this purpose. `always`: of all chunks, which are read whole. `never`: none.
@@ -85,7 +85,7 @@ class Request:
             number: 0 is `file`, 1 the first of the others.
         """
         file = self.others[number - 1] if number else self.file
-        copies = tuple(_placed(c, c.src, c.dst + number * c.file_step) for c in self.copies)
+        copies = tuple(placed(c, c.src, c.dst + number * c.file_step) for c in self.copies)
         return Request(file, self.offset, self.nbytes, copies, self.count, self.step)
 
     def ranges(self) -> Iterator[Request]:
@@ -118,9 +118,7 @@ class Plan:
         Args:
             store: the store from which it will be read.
         """
-        computed = [r for r in self.requests if r.file.startswith(HIDDEN)]
-        if not computed:
-            return self
+        computed = (r for r in self.requests if r.file.startswith(HIDDEN))
         ranges = [(r.file, r.offset + i * r.step, r.nbytes) for r in computed for i in range(r.count)]
         return replace(self, bytes_of_gaps=sum(gaps_of(store, *each) for each in ranges))
 
@@ -358,17 +356,6 @@ def _ranges(buffer: int, file: str, whole: Copy, costs: Costs) -> Iterator[Reque
                 yield Request(file, begin, span, (copy,), count, src_step)
 
 
-def merges(gap: int, span: int, costs: Costs) -> bool:
-    """Whether a gap between ranges is read along with them.
-
-    Args:
-        gap: bytes of the gap.
-        span: bytes of each range.
-        costs: the costs of the store.
-    """
-    return gap <= costs.gap and (gap * 20 <= span or span < costs.short)
-
-
 def _once(requests: list[Request]) -> tuple[list[Request], int]:
     """One request for each chunk that is verified, whatever is copied of it, and the bytes that are not read again."""
     out: dict[object, Request] = {}
@@ -407,11 +394,5 @@ def _joined(group: list[Request]) -> Request:
     if len(group) == 1:
         return group[0]
     first, last = group[0], group[-1]
-    moved = tuple(_placed(c, c.src + r.offset - first.offset, c.dst) for r in group for c in r.copies)
+    moved = tuple(placed(c, c.src + r.offset - first.offset, c.dst) for r in group for c in r.copies)
     return Request(first.file, first.offset, last.offset + last.nbytes - first.offset, moved, others=first.others)
-
-
-def _placed(c: Copy, src: int, dst: int) -> Copy:
-    """The same copy from and to other places."""
-    where = (c.shape, src, c.src_strides, dst, c.dst_strides)
-    return Copy(*where, c.buffer, c.block, c.count, c.src_step, c.dst_step, c.file_step)

@@ -17,8 +17,9 @@ import numpy as np
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece, TensorInfo, single_extents
+from ucformat.reading.copies import merges
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.plan import ReadItem, make_plan, merges
+from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.reading.read import read_items
 from ucformat.views.picks import Picks, clipped, mapped, source_box
 
