@@ -21,6 +21,7 @@ BENCHMARKS = {
     "open": "Opening in place, and one row",
     "convert": "Conversion",
     "memory": "Memory of a conversion",
+    "export": "Export",
     "read": "Reading",
     "sub_models": "Sub-models",
     "metadata": "Metadata of 100,000 shards",

@@ -162,3 +162,19 @@ def test_what_safetensors_does_not_have(tmp_path: Path) -> None:
         plan_export(opened(random_arrays(0)), "safetensors", assets=str(tmp_path / "empty"))
     with pytest.raises(UsageError, match="at least 1"):
         plan_export(opened(random_arrays(0)), "safetensors", max_shard_bytes=0)
+
+
+def test_the_configuration_of_a_sub_model_is_not_that_of_the_model(tmp_path: Path) -> None:
+    model = made("llama")
+    model.save_pretrained(tmp_path / "hf")
+    sub = ucformat.open(tmp_path / "hf").view([{"select": r"/model\.layers\.(\d+)\..*/", "indices": [1]}])
+    done = ucformat.export(sub, tmp_path / "out", "safetensors")
+    assert "the asset config.json" in done.left_out
+    assert not (tmp_path / "out" / "config.json").exists()
+    one = transformers.AutoConfig.for_model("llama", **{**FAMILIES["llama"], "num_hidden_layers": 1})
+    one.save_pretrained(tmp_path / "config")
+    ucformat.export(sub, tmp_path / "right", "safetensors", assets=str(tmp_path / "config"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "right").eval()
+    model.model.layers = model.model.layers[1:]
+    model.model.layers[0].self_attn.layer_idx = 0
+    assert torch.equal(logits(loaded), logits(model))

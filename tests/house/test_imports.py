@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "format": {"schema", "errors", "geometry", "storage", "reading", "_version"},
     "sources": {"schema", "errors", "geometry", "storage", "reading", "_native"},
     "checkpoint": {"schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"},
-    "exporters": {"schema", "errors", "geometry", "storage", "reading", "sources", "checkpoint"},
+    "exporters": {"schema", "errors", "geometry", "storage", "reading", "views", "sources", "checkpoint"},
     "references": {"errors", "storage", "views", "checkpoint", "catalog", "settings"},
     "jobs": {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources", "checkpoint"),

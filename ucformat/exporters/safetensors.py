@@ -18,6 +18,7 @@ from ucformat.sources.model_files import find_assets
 from ucformat.sources.safetensors.opened import DTYPES
 from ucformat.storage.base import Info
 from ucformat.storage.url import open_store
+from ucformat.views.model_config import outdated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -112,7 +113,9 @@ class SafetensorsExporter(Exporter):
 
     def _assets(self, source: Checkpoint) -> dict[str, bytes]:
         """The files beside the tensors, by name."""
-        found = {name: source.assets[name] for name in find_assets(Info(n, 0, "") for n in source.assets)}
+        own = find_assets(Info(name, 0, "") for name in source.assets)
+        wrong = outdated(source.viewed, source.assets, source.objects)  # of a sub-model, the whole model's sizes
+        found = {name: source.assets[name] for name in own if name not in wrong}
         if self.options.assets is not None:
             store = open_store(self.options.assets)
             given = find_assets(store.list())
