@@ -196,7 +196,7 @@ def test_the_commands_of_the_guide(workers: str, tmp_path: Path) -> None:
     (tmp_path / "global_step5").rename(tmp_path / "global_step100")
     page = (ROOT / "docs" / "guides" / "cluster.md").read_text().replace("dask://127.0.0.1:8786", workers)
     lines = [line for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
-    assert len(lines) == 8
+    assert len(lines) == 10
     for line in lines:
         program, *words = line.removeprefix("$ ").split()
         module = {"ucp": "ucformat.cli", "torchrun": "torch.distributed.run"}[program]
@@ -209,6 +209,8 @@ def test_the_commands_of_the_guide(workers: str, tmp_path: Path) -> None:
     places = [ucformat.open(tmp_path / f"universal{kind}") for kind in ("", "-by-ranks", "-by-parts")]
     for place in places[1:]:
         same_content(places[0], place)
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "model-by-ranks")]
+    assert models[0] == models[1]
 
 
 def test_register_a_tree(workers: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ucformat.geometry.tensor import Key, cut_piece
 from ucformat.jobs.convert_checks import StreamVerifier
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
 from ucformat.jobs.links import link_file
-from ucformat.jobs.reopen import other_found, reopen, spec_of, views_of
+from ucformat.jobs.reopen import options_of, other_found, plain_options, reopen, spec_of, views_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import sums_of
 from ucformat.reading.plan import ReadItem
@@ -126,7 +126,7 @@ class ExportJob(RecordedJob):
             "store": self.store.url,
             "tensors": [tuple(i.key) for i in self.infos],
             "kind": self.exporter.kind,
-            "options": options,
+            "options": plain_options(options),
             "verify": self.verify,
             "plan": self.plan,
         }
@@ -136,7 +136,7 @@ class ExportJob(RecordedJob):
         """See Job."""
         source = reopen(spec["source"])
         infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
-        exporter = make_exporter(spec["kind"], **spec["options"])
+        exporter = make_exporter(spec["kind"], **options_of(spec["options"]))
         made = cls(source, open_store(spec["store"]), infos, exporter, verify=spec["verify"])
         if made.plan != spec["plan"]:
             raise other_found(source)
