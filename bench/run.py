@@ -24,6 +24,7 @@ BENCHMARKS = {
     "export": "Export",
     "read": "Reading",
     "sub_models": "Sub-models",
+    "zarr_store": "The Zarr store of a ZeRO-3 checkpoint",
     "metadata": "Metadata of 100,000 shards",
     "scale": "100,000 extents in 1,000 files",
     "grids": "Chunk grids",

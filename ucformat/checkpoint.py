@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Mapping
-from functools import cached_property, partial
-from os import PathLike, fspath
+from functools import cached_property
+from os import PathLike
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +16,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import LazyValues
 from ucformat.schema.documents import TOMBSTONE
+from ucformat.settings import allowed_roots
 from ucformat.storage.base import exists
 from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.url import as_strings, open_store
@@ -40,10 +39,9 @@ if TYPE_CHECKING:
     from ucformat.views.document import Steps
     from ucformat.views.steps import Taken
     from ucformat.views.viewed import Viewed
+    from ucformat.zarr_store.store import CheckpointStore
 
 __all__ = ["Checkpoint", "open_checkpoint"]
-
-_log = logging.getLogger("ucformat")
 
 
 @gc_paused()
@@ -77,6 +75,8 @@ def _open(
 ) -> Checkpoint:
     store = watch(open_store(place) if isinstance(place, str | PathLike) else place)
     if not exists(store, MANIFEST):
+        from ucformat.sources import open_source, open_source_file, titles  # slow to import
+
         with CachedListingStore(store) as seen:
             try:
                 missing: UcformatError | None = None
@@ -85,11 +85,9 @@ def _open(
             except UnsupportedError as error:  # plain HTTP, which has no folders
                 missing = error
             if missing is not None:
-                if isinstance(place, str | PathLike) and (source := _open_file(place, options, watch)) is not None:
-                    return Checkpoint(source)
+                if isinstance(place, str | PathLike) and (file := open_source_file(place, watch, options)) is not None:
+                    return Checkpoint(file)
                 raise missing
-            from ucformat.sources import open_source  # slow to import, and not needed for universal checkpoints
-
             source = open_source(seen, options=options)
         if source is None:
             if exists(store, TOMBSTONE):
@@ -100,42 +98,13 @@ def _open(
             raise NotACheckpoint(
                 f"{store.url} holds no checkpoint that ucformat knows",
                 hint=f"a universal one has a {MANIFEST} (an interrupted conversion has none: run it again); "
-                f"foreign ones that can be read: {_known()}",
+                f"foreign ones that can be read: {titles()}",
             ) from None
         return Checkpoint(source)
     if options:
         hint = f"leave out {', '.join(options)}"
         raise UsageError(f"{store.url} is a universal checkpoint, which takes no options", hint=hint)
     return Checkpoint(Universal(store, roots))
-
-
-def _known() -> str:
-    from ucformat.sources import SOURCES
-
-    return ", ".join(source.title for source in SOURCES)
-
-
-def _open_file(
-    place: str | PathLike[str], options: Mapping[str, Any] | None, watch: Callable[[Store], WatchedStore]
-) -> OpenSource | None:
-    """A checkpoint that is a single file; None if there is no such file."""
-    folder, _, name = fspath(place).rpartition("/")
-    if not name or folder.lower() in ("file:", "file:/"):  # of a url nothing but the scheme
-        return None
-    if folder.lower() in ("file://", "file://localhost") or fspath(place).rfind("/") == 0:
-        folder += "/"
-    store = watch(open_store(folder or "."))
-    if not exists(store, name):
-        return None
-    from ucformat.sources import open_source_file
-
-    source = open_source_file(store, name, options=options)
-    if source is None:
-        raise NotACheckpoint(
-            f"{store.url}/{name} is a file, and no checkpoint that ucformat knows",
-            hint=f"open its folder; foreign checkpoints that can be read: {_known()}",
-        )
-    return source
 
 
 class Checkpoint(Mapping[str, "Tensor"]):
@@ -160,6 +129,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self._infos, self._states = index_tensors(source.metadata.tensor_list.tensors)
         self._bound: tuple[Layout, Any, Readable, Bound] | None = None  # the last one, since ranks are planned in turn
         self.opened: tuple[str, Mapping[str, Any]] | None = None  # the place and the options, for other processes
+        self.roots: tuple[str, ...] = ()  # with which it was opened
 
     @property
     def url(self) -> str:
@@ -256,26 +226,12 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @cached_property
     def training_info(self) -> TrainingInfo:
         """The configuration, metrics and run in the checkpoint's files; of a universal one, in its manifest."""
-        from ucformat.sources.configuration import ASSETS, TrainingInfo, read_training_info
+        from ucformat.sources.configuration import TrainingInfo, find_training_info
 
         if self.universal:
             m = self.universal.manifest
             return TrainingInfo(m.config, m.metrics, m.run)
-        files = [name for name in ASSETS if name in self.metadata.assets]
-        try:
-            assets = {name: partial(self._document, name) for name in files}
-            return read_training_info(self.metadata.objects, assets, self.aliases)
-        except UcformatError as error:  # the tensors can be read without it
-            _log.warning("%s: its configuration cannot be read: %s", self.url, error.message)
-            return TrainingInfo()
-
-    def _document(self, name: str) -> Any:
-        """A JSON file beside the tensors; None with a warning if it is invalid."""
-        try:
-            return json.loads(self.assets[name])
-        except (ValueError, RecursionError) as error:
-            _log.warning("%s/%s is not valid JSON (%s), and is left out of the configuration", self.url, name, error)
-            return None
+        return find_training_info(self.metadata, self.assets, self.url)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -296,6 +252,18 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def zarr_url(self) -> str | None:
         """The url of the Zarr v3 group with the arrays; None for a foreign checkpoint or a view."""
         return f"{self.url}/data/{self.manifest.attempt}" if self.universal and not self.viewed else None
+
+    def zarr_store(self, *, verify: Verify = "whole") -> CheckpointStore:
+        """A read-only store for zarr-python (extra `zarr`), whatever wrote the checkpoint: `zarr.open_group(store)`.
+
+        It has a group for each state, and in it an array for each tensor. A chunk is read when it is asked for.
+
+        Args:
+            verify: which checksums to verify, as for `Tensor.read`.
+        """
+        from ucformat.zarr_store.store import CheckpointStore  # with zarr, which is slow to import
+
+        return CheckpointStore(self, verify=verify)
 
     def _stored(self, name: str) -> str:
         name = self.aliases.get(name, name)
@@ -370,7 +338,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         found = Checkpoint(
             Viewed(self.source, expand(read_steps(steps), lambda: (self.objects, self.assets, self.names())))
         )
-        found.opened = self.opened
+        found.opened, found.roots = self.opened, self.roots
         return found
 
     @property
@@ -379,9 +347,36 @@ class Checkpoint(Mapping[str, "Tensor"]):
         view = _view(self.source)
         return () if view is None else tuple(view.taken)
 
+    @property
+    def recipe(self) -> tuple[str, Mapping[str, Any], tuple[str, ...], list[list[dict[str, Any]]]]:
+        """What opens it again: the place, the options, the roots, and the steps of its views, the innermost first."""
+        views: list[list[dict[str, Any]]] = []
+        source = self.source
+        while (view := _view(source)) is not None:
+            if view.steps:
+                views.insert(0, [step.model_dump(by_alias=True, mode="json") for _, step in view.steps])
+            source = view.base
+        return *(self.opened or (self.url, {})), self.roots, views
+
+    def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Any, ...]]:
+        if (self.opened is None and self.foreign is not None) or self.recipe[0].startswith("memory:"):
+            raise UsageError(f"{self.url} cannot be opened in another process", hint="open it by its path or url")
+        return _open_again, self.recipe
+
     def __repr__(self) -> str:
         total = sum(i.nbytes for i in self._infos.values())
         return f"<ucformat.Checkpoint {self.url} ({self.kind}): {len(self)} tensors, {total} bytes>"
+
+
+def _open_again(
+    place: str, options: Mapping[str, Any], roots: tuple[str, ...], views: list[list[dict[str, Any]]]
+) -> Checkpoint:
+    """Open a checkpoint by its recipe."""
+    found = open_checkpoint(place, roots=lambda: (*roots, *allowed_roots()), options=options)
+    found.opened, found.roots = (place, options), roots
+    for steps in views:
+        found = found.view(steps)
+    return found
 
 
 def _view(source: Readable) -> Viewed | None:

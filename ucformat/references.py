@@ -12,7 +12,7 @@ from ucformat.storage.url import as_strings, split_url
 from ucformat.storage.watched import WatchedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from os import PathLike
 
     from ucformat.catalog.catalog import Catalog
@@ -48,8 +48,7 @@ def open_reference(
         NotACheckpoint: the place holds no checkpoint, or no committed one.
         UsageError: the reference matches several checkpoints.
     """
-    given = as_strings(roots)
-    found, _ = _open(place, lambda: (*given, *allowed_roots()), options)
+    found, _ = _open(place, as_strings(roots), options)
     return found if view is None else found.view(view)
 
 
@@ -63,7 +62,7 @@ def open_watched(place: str, watch: Callable[[Store], WatchedStore]) -> tuple[Ch
     Returns:
         the checkpoint, and the path or url to which the reference refers.
     """
-    return _open(place, allowed_roots, watch=watch)
+    return _open(place, watch=watch)
 
 
 _P = TypeVar("_P", bound="str | PathLike[str] | Store")
@@ -71,7 +70,7 @@ _P = TypeVar("_P", bound="str | PathLike[str] | Store")
 
 def _open(
     place: _P,
-    roots: Callable[[], Sequence[str]],
+    roots: tuple[str, ...] = (),
     options: Mapping[str, Any] | None = None,
     watch: Callable[[Store], WatchedStore] = WatchedStore,
 ) -> tuple[Checkpoint, _P | str]:
@@ -103,14 +102,14 @@ def _open(
 
 def _opened(
     place: str | PathLike[str] | Store,
-    roots: Callable[[], Sequence[str]],
+    roots: tuple[str, ...],
     options: Mapping[str, Any] | None,
     watch: Callable[[Store], WatchedStore],
 ) -> Checkpoint:
-    ck = open_checkpoint(place, roots=roots, options=options, watch=watch)
+    ck = open_checkpoint(place, roots=lambda: (*roots, *allowed_roots()), options=options, watch=watch)
     scheme, path = split_url(place) if isinstance(place, str | os.PathLike) else ("url", "")
     url = ck.url if scheme == "url" else os.path.abspath(path) if scheme in ("", "file") else str(place)  # noqa: PTH100 - of text
-    ck.opened = (url, options or {})
+    ck.opened, ck.roots = (url, options or {}), roots
     return ck
 
 

@@ -28,8 +28,12 @@ ALLOWED: dict[str, set[str]] = {
     "views": {"schema", "errors", "geometry", "storage", "reading"},
     "format": {"schema", "errors", "geometry", "storage", "reading", "_version"},
     "sources": {"schema", "errors", "geometry", "storage", "reading", "_native"},
-    "checkpoint": {"schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"},
     "exporters": {"schema", "errors", "geometry", "storage", "reading", "views", "sources", "checkpoint"},
+    "zarr_store": {"geometry", "storage", "reading", "format"},
+    "checkpoint": {
+        *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"),
+        *("settings", "zarr_store"),
+    },
     "references": {"errors", "storage", "views", "checkpoint", "catalog", "settings"},
     "jobs": {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources", "checkpoint"),
@@ -65,6 +69,7 @@ OUTSIDE: dict[str, set[str]] = {
     "sources": {"numpy", "ml_dtypes", "numcodecs", "tensorstore"},
     "reading": {"ml_dtypes", "numpy"},
     "views": {"numpy"},
+    "zarr_store": {"numpy", "zarr"},
     "checkpoint": set(),
     "references": set(),
     "exporters": {"numpy"},

@@ -30,6 +30,7 @@ __all__ = [
     "array_doc",
     "array_folders",
     "array_json",
+    "chunked_array_json",
     "folder_names",
     "grid_doc",
     "group_json",
@@ -103,33 +104,59 @@ def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
 @lru_cache(256)
 def _until_attributes(dtype: str, grid: Grid) -> str:
     """The document up to its attributes: the layers of a model have few grids, and indented JSON is slow to make."""
-    as_bytes: dict[str, Any] = {"name": "bytes"}
-    if ITEMSIZE[dtype] > 1:
-        as_bytes["configuration"] = {"endian": "little"}
     index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     sharding = {
         "chunk_shape": list(grid.chunk),
-        "codecs": [as_bytes, {"name": "crc32c"}],
+        "codecs": [_bytes_codec(dtype), {"name": "crc32c"}],
         "index_codecs": index_codecs,
         "index_location": "end",
     }
+    codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+    return json.dumps(_document(dtype, grid.shape, grid.shard, codecs, {}), indent=1).removesuffix("{}\n}")
+
+
+def _document(
+    dtype: str,
+    shape: Sequence[int],
+    chunk: Sequence[int],
+    codecs: Sequence[Mapping[str, Any]],
+    attributes: Mapping[str, Any],
+) -> dict[str, Any]:
     from ucformat.reading.dtypes import fill_value  # here, so that reading a manifest does not import NumPy
 
-    document = json.dumps(
-        {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": list(grid.shape),
-            "data_type": dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.shard)}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": fill_value(dtype),
-            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-            "attributes": {},
-        },
-        indent=1,
-    )
-    return document.removesuffix("{}\n}")
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill_value(dtype),
+        "codecs": codecs,
+        "attributes": attributes,
+    }
+
+
+def _bytes_codec(dtype: str) -> dict[str, Any]:
+    endian = {"configuration": {"endian": "little"}} if ITEMSIZE[dtype] > 1 else {}
+    return {"name": "bytes", **endian}
+
+
+def chunked_array_json(info: TensorInfo, chunk: tuple[int, ...]) -> bytes:
+    """The `zarr.json` of an array without shards and checksums, as a store offers it that makes chunks when asked.
+
+    Its dims are named by their size (`size_4096`, a second one of that size `size_4096_2`), because to xarray dims of
+    one name have one size in all arrays of a group.
+
+    Args:
+        info: the tensor.
+        chunk: the edges of a chunk, in elements.
+    """
+    attributes = {"ucformat": {"name": info.name, "state": info.state}}
+    document = _document(info.dtype, info.shape, chunk, [_bytes_codec(info.dtype)], attributes)
+    before = [info.shape[:d].count(n) for d, n in enumerate(info.shape)]
+    names = [f"size_{n}_{k + 1}" if k else f"size_{n}" for n, k in zip(info.shape, before, strict=True)]
+    return json.dumps(document | {"dimension_names": names}).encode()
 
 
 def shard_key(array: str, shard: tuple[int, ...]) -> str:

@@ -18,7 +18,7 @@ from ucformat.geometry.tensor import Key, cut_piece
 from ucformat.jobs.convert_checks import StreamVerifier
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
 from ucformat.jobs.links import link_file
-from ucformat.jobs.reopen import options_of, other_found, plain_options, reopen, spec_of, views_of
+from ucformat.jobs.reopen import options_of, other_found, plain_options, reopen, spec_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import sums_of
 from ucformat.reading.plan import ReadItem
@@ -63,7 +63,7 @@ def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter)
         "export": source.store.url,
         "files": [(f.key, f.size, f.version) for f in files],
         "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
-        "view": views_of(source),
+        "view": source.recipe[3],
         "kind": exporter.kind,
         "options": repr(exporter.options),
     }

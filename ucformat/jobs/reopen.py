@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
 
-__all__ = ["options_of", "other_found", "plain_options", "reopen", "spec_of", "views_of"]
+__all__ = ["options_of", "other_found", "plain_options", "reopen", "spec_of"]
 
 _LAYOUT = "$layout"  # of an option that is a layout: its document
 
@@ -31,24 +31,10 @@ def spec_of(ck: Checkpoint) -> dict[str, Any]:
         raise UsageError(
             f"{ck.url} was opened in a way that other processes cannot repeat", hint="give its path, url or reference"
         )
-    place, options = ck.opened or (ck.url, {})
+    place, options, _, views = ck.recipe
     if split_url(place)[0] == "memory":
         raise UsageError(f"{place} is in the memory of this process alone", hint="use a place that all machines reach")
-    return {"place": place, "options": plain_options(options), "views": views_of(ck)}
-
-
-def views_of(ck: Checkpoint) -> list[list[dict[str, Any]]]:
-    """The steps of the views of a checkpoint, the innermost view first, as JSON values.
-
-    Args:
-        ck: the checkpoint.
-    """
-    views: list[list[dict[str, Any]]] = []
-    source: Any = ck.source
-    while getattr(source, "is_view", False):
-        views.append([step.model_dump(by_alias=True, mode="json") for _, step in source.steps])
-        source = source.base
-    return [steps for steps in reversed(views) if steps]
+    return {"place": place, "options": plain_options(options), "views": views}
 
 
 def reopen(spec: Mapping[str, Any]) -> Checkpoint:

@@ -17,7 +17,7 @@ from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.convert_checks import StreamVerifier
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
-from ucformat.jobs.reopen import other_found, reopen, spec_of, views_of
+from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import SumPart, sums_of
 from ucformat.jobs.where import HERE, Where
@@ -76,7 +76,7 @@ def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> 
         "convert": source.store.url,
         "files": [(f.key, f.size, f.version) for f in files],
         "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
-        "view": views_of(source),
+        "view": source.recipe[3],
         "grids": (how.chunk_bytes, how.shard_bytes),
         "writer": __version__,
     } | ({} if how.verify else {"verify": False})

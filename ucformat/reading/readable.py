@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -206,7 +206,6 @@ class FileRecord:
     near: int = 0
 
 
-@runtime_checkable
 class HasFileRuns(Protocol):
     """A `Readable` whose tensors may lie at the same place of many files."""
 

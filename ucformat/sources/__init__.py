@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
+from ucformat.errors import NotACheckpoint
 from ucformat.sources.base import by_precedence, with_options
 from ucformat.sources.bytecheckpoint import ByteCheckpoint
 from ucformat.sources.dcp import Dcp
@@ -14,14 +16,17 @@ from ucformat.sources.orbax import Orbax
 from ucformat.sources.safetensors import Safetensors
 from ucformat.sources.torch_save import TorchSave
 from ucformat.sources.zarr import Zarr
+from ucformat.storage.base import exists
+from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ucformat.sources.base import OpenSource, Source
     from ucformat.storage.base import Store
+    from ucformat.storage.watched import WatchedStore
 
-__all__ = ["SOURCES", "open_source", "open_source_file"]
+__all__ = ["SOURCES", "open_source", "open_source_file", "titles"]
 
 #: All sources, by precedence: each declares which other kinds it comes before.
 SOURCES: tuple[Source, ...] = by_precedence(
@@ -62,23 +67,39 @@ def open_source(
 
 
 def open_source_file(
-    store: Store, key: str, sources: tuple[Source, ...] = SOURCES, options: Mapping[str, Any] | None = None
+    place: str | PathLike[str], watch: Callable[[Store], WatchedStore], options: Mapping[str, Any] | None = None
 ) -> OpenSource | None:
     """Open a single file with the first source that recognises it.
 
     Args:
-        store: a store whose root is the file's folder.
-        key: the name of the file.
-        sources: the sources to ask, in this order.
+        place: the path or url of the file.
+        watch: returns the store through which the files of its folder are read.
         options: the options of the source, by name; None: defaults.
 
     Returns:
-        the opened checkpoint; None if no source recognises the file.
+        the opened checkpoint; None if there is no such file.
 
     Raises:
+        NotACheckpoint: no source recognises the file.
         UsageError: the source has no option of that name.
     """
-    for source in sources:
-        if source.find_file(store, key):
-            return with_options(source, options or {}).open_file(store, key)
-    return None
+    folder, _, name = fspath(place).rpartition("/")
+    if not name or folder.lower() in ("file:", "file:/"):  # of a url nothing but the scheme
+        return None
+    if folder.lower() in ("file://", "file://localhost") or fspath(place).rfind("/") == 0:
+        folder += "/"
+    store = watch(open_store(folder or "."))
+    if not exists(store, name):
+        return None
+    for source in SOURCES:
+        if source.find_file(store, name):
+            return with_options(source, options or {}).open_file(store, name)
+    raise NotACheckpoint(
+        f"{store.url}/{name} is a file, and no checkpoint that ucformat knows",
+        hint=f"open its folder; foreign checkpoints that can be read: {titles()}",
+    )
+
+
+def titles() -> str:
+    """What the sources call the checkpoints that they read, for messages."""
+    return ", ".join(source.title for source in SOURCES)

@@ -14,28 +14,36 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import math
 import re
 import struct
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ucformat.errors import UcformatError
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from ucformat.reading.readable import CheckpointMetadata
 
 __all__ = [
     "ASSETS",
     "KINDS",
     "REDACTED",
     "TrainingInfo",
+    "find_training_info",
     "merge_configs",
     "plain_config",
     "program_config",
     "read_training_info",
     "with_config",
 ]
+
+_log = logging.getLogger("ucformat")
 
 #: Kinds of configuration, by precedence: objects at the root or in one of `_CONTAINERS`.
 KINDS = (
@@ -92,6 +100,32 @@ class TrainingInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     run: str | None = None
+
+
+def find_training_info(metadata: CheckpointMetadata, assets: Mapping[str, bytes], url: str) -> TrainingInfo:
+    """Extract configuration, metrics and run name from a foreign checkpoint; nothing, with a warning, if that fails.
+
+    Args:
+        metadata: of the checkpoint.
+        assets: its files that are kept unchanged, by name.
+        url: of the checkpoint, for warnings.
+    """
+    files = [name for name in ASSETS if name in metadata.assets]
+    try:
+        found = {name: partial(_read_json, assets, name, url) for name in files}
+        return read_training_info(metadata.objects, found, metadata.aliases)
+    except UcformatError as error:  # the tensors can be read without it
+        _log.warning("%s: its configuration cannot be read: %s", url, error.message)
+        return TrainingInfo()
+
+
+def _read_json(assets: Mapping[str, bytes], name: str, url: str) -> Any:
+    """A JSON file beside the tensors; None with a warning if it is invalid."""
+    try:
+        return json.loads(assets[name])
+    except (ValueError, RecursionError) as error:
+        _log.warning("%s/%s is not valid JSON (%s), and is left out of the configuration", url, name, error)
+        return None
 
 
 def read_training_info(

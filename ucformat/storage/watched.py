@@ -84,13 +84,17 @@ class WatchedStore(WrappedStore):
         """
         return self._seen.get(key)
 
-    def changed(self, ignore: Collection[str]) -> list[str]:
+    def changed(self, ignore: Collection[str], among: Iterable[str] | None = None) -> list[str]:
         """The files that were read and have changed or are gone; requests the version of each once.
 
         Args:
             ignore: file names that may change.
+            among: only these files, if all of them were read (default: all files that were read).
         """
-        recorded = (key for key in list(self._read) if key.rpartition("/")[2] not in ignore)
+        read = list(self._read) if among is None else list(among)
+        if any(key not in self._read for key in read):  # computed from other files
+            read = list(self._read)
+        recorded = (key for key in read if key.rpartition("/")[2] not in ignore)
         known = [key for key in recorded if key in self._seen]
         return [key for key, same in zip(known, map_io(self._is_same, known), strict=True) if not same]
 
@@ -177,19 +181,22 @@ def first_info(store: Store, key: str) -> Info:
     return (found.recorded(key) if found else None) or store.info(key)
 
 
-def check_unchanged(store: Store, outcome: str, ignore: Collection[str] = ()) -> None:
+def check_unchanged(
+    store: Store, outcome: str, ignore: Collection[str] = (), among: Iterable[str] | None = None
+) -> None:
     """Compare the version of every file that was read through a store with the one before its first byte was read.
 
     Args:
         store: the store, or a wrapper of it.
         outcome: the consequence for the caller's result, for the error message.
         ignore: file names that may change.
+        among: only these files (default: all); if one of them is computed, the files from which it is are among others.
 
     Raises:
         Conflict: files have changed; the message names them.
     """
     found = find_watched(store)
-    names = sorted(found.changed(ignore)) if found else []
+    names = sorted(found.changed(ignore, among)) if found else []
     if names:
         more = f" and {len(names) - _MAX_NAMED} more files" if len(names) > _MAX_NAMED else ""
         raise Conflict(

@@ -1,0 +1,1 @@
+"""Checkpoints of any kind as stores of zarr-python."""
