@@ -31,6 +31,7 @@ BENCHMARKS = {
     "s3": "From S3",
     "cache": "The host cache",
     "train": "In the training loop",
+    "load_into": "Filling a module for inference",
     "ranks": "Plans of many ranks",
     "large": "A state of 8 GB",
     "catalog": "Catalog",

@@ -59,9 +59,9 @@ class TestZarrs(StoreTests[CheckpointStore, cpu.Buffer]):
         assert key == KEY
         return self.buffer_cls.from_bytes(DATA)
 
-    def test_store_repr(self, store: CheckpointStore, tmp_path: Path) -> None:
-        assert repr(store) == f"CheckpointStore('{tmp_path}/ck')"
-        assert str(store) == f"{tmp_path}/ck"
+    def test_store_repr(self, store: CheckpointStore) -> None:
+        assert str(store).endswith("/ck")
+        assert repr(store) == f"CheckpointStore({str(store)!r})"
 
     def test_store_supports_writes(self, store: CheckpointStore) -> None:
         assert (store.supports_writes, store.supports_deletes) == (False, False)

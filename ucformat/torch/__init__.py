@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ucformat.torch.dcp.reader import Reader
     from ucformat.torch.dcp.writer import Writer
     from ucformat.torch.loading.load import LoadReport, load, state_dict
+    from ucformat.torch.loading.load_into import LoadedKeys, load_into
     from ucformat.torch.loading.match import Problems
     from ucformat.torch.manager.manager import Manager
     from ucformat.torch.saving.asynchronous import async_save
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LoadReport",
+    "LoadedKeys",
     "Manager",
     "PerRank",
     "Problems",
@@ -31,12 +33,14 @@ __all__ = [
     "Writer",
     "async_save",
     "load",
+    "load_into",
     "save",
     "state_dict",
 ]
 
 _HOMES = {
     "LoadReport": "loading.load",
+    "LoadedKeys": "loading.load_into",
     "Manager": "manager.manager",
     "PerRank": "state.objects",
     "Problems": "loading.match",
@@ -47,6 +51,7 @@ _HOMES = {
     "Writer": "dcp.writer",
     "async_save": "saving.asynchronous",
     "load": "loading.load",
+    "load_into": "loading.load_into",
     "save": "saving.save",
     "state_dict": "loading.load",
 }

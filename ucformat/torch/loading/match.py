@@ -37,6 +37,7 @@ __all__ = [
     "match",
     "raise_for",
     "stored_names",
+    "weight_of",
 ]
 
 
@@ -124,7 +125,13 @@ def _by_regex(rules: Mapping[str, str]) -> Callable[[str], str]:
 
 @gc_paused()
 def match(
-    targets: Sequence[LocalShard], aliases: Mapping[str, str], ck: Checkpoint, names: Mapping[str, str], *, cast: bool
+    targets: Sequence[LocalShard],
+    aliases: Mapping[str, str],
+    ck: Checkpoint,
+    names: Mapping[str, str],
+    *,
+    cast: bool,
+    as_lazy: bool = False,
 ) -> tuple[list[Matched], Problems, NDArray[np.bool_]]:
     """Match each target with the stored tensor from which it is read.
 
@@ -137,6 +144,7 @@ def match(
         ck: the checkpoint.
         names: the stored names, from `stored_names`.
         cast: match tensors of different dtypes too.
+        as_lazy: match each weight with the tensor that `ck[name]` reads, whatever its dtype.
 
     Returns:
         the matches, all mismatches but what is unexpected, and of each tensor of the checkpoint whether it is that.
@@ -150,7 +158,10 @@ def match(
     for target in targets:
         info = target.info
         known_as = (info.name, *aliases_of.get(info.name, ()))
-        candidates = (_stored(replace(info, name=n), ck, names) for n in known_as)
+        if as_lazy:
+            candidates = (weight_of(names[n], ck) for n in known_as if n in names)
+        else:
+            candidates = (_stored(replace(info, name=n), ck, names) for n in known_as)
         stored = next((s for s in candidates if s is not None), None)
         if stored is None:
             missing.append(str(info.key))
@@ -172,6 +183,16 @@ def match(
             wanted |= {Key(mine, s) for s in PARAMETER}
     problems = Problems(tuple(missing), (), tuple(shapes), tuple(dtypes), tuple(others))
     return found, problems, _unexpected(wanted, {t.info.state for t in targets}, ck)
+
+
+def weight_of(name: str, ck: Checkpoint) -> TensorInfo | None:
+    """Return the tensor that `ck[name]` reads: in state `weight`, or `master` if only that is stored; None if neither.
+
+    Args:
+        name: the stored name.
+        ck: the checkpoint.
+    """
+    return next((i for s in PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None), None)
 
 
 def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> TensorInfo | None:

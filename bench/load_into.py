@@ -1,0 +1,149 @@
+"""Filling a module for inference: `load_into` beside safetensors and a raw read of the same file.
+
+`python -m bench.load_into`. A Llama of about 1 GB in bfloat16, saved as a safetensors file and as a universal
+checkpoint, is loaded into a module on the meta device and into one on the host, each in a process of its own, from the
+page cache. The raw read is `readinto` into memory that is allocated once for each tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.common import OUT, median, ours, run, table, targets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROUNDS = 3
+WIDTH, INNER, LAYERS, VOCAB = 2048, 5632, 10, 16000
+WAYS = ["raw read", "safetensors, assign", "safetensors.torch.load_model", "load_into HF, meta", "load_into HF, host",
+        "load_into HF, float32", "load_into universal, meta", "load_into packed, meta"]  # fmt: skip
+
+
+def module(device: str, dtype: str = "bfloat16") -> Any:
+    """The matrices of a Llama."""
+    import torch
+
+    def linear(a: int, b: int) -> torch.nn.Module:
+        return torch.nn.Linear(a, b, bias=False, device=device, dtype=getattr(torch, dtype))
+
+    shapes = [(WIDTH, WIDTH)] * 4 + [(WIDTH, INNER)] * 2 + [(INNER, WIDTH)]
+    layers = [torch.nn.ModuleList(linear(*shape) for shape in shapes) for _ in range(LAYERS)]
+    return torch.nn.ModuleList([linear(WIDTH, VOCAB), *layers, linear(VOCAB, WIDTH)])
+
+
+def make() -> None:
+    """Save the checkpoints; once."""
+    import torch
+    from safetensors.torch import save_file
+
+    import ucformat
+    import ucformat.torch
+
+    folder = OUT / "serve"
+    if (folder / "packed" / "manifest.json").exists():
+        return
+    model = module("cpu")
+    for p in model.parameters():
+        torch.nn.init.normal_(p)
+    (folder / "hf").mkdir(parents=True, exist_ok=True)
+    save_file(model.state_dict(), folder / "hf" / "model.safetensors")
+    ucformat.convert(folder / "hf", folder / "universal", overwrite=True)
+    ucformat.torch.save({"model": model}, folder / "packed", form="packed", overwrite=True)
+
+
+def raw(file: Path, _: Any) -> None:
+    """Read each tensor into memory of its own, in the order of the file."""
+    import torch
+
+    with file.open("rb", buffering=0) as f:
+        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        for info in sorted((v for k, v in header.items() if k != "__metadata__"), key=lambda v: v["data_offsets"]):
+            tensor = torch.empty(info["data_offsets"][1] - info["data_offsets"][0], dtype=torch.uint8)
+            view = memoryview(tensor.numpy())
+            while view:
+                view = view[f.readinto(view) or 0 :]
+
+
+def one(way: str) -> None:
+    """Load once, after the module is made and everything is imported, and tell seconds and memory."""
+    import torch
+    from safetensors.torch import load_file, load_model
+
+    import ucformat
+    import ucformat.torch
+
+    folder = OUT / "serve"
+    file = folder / "hf" / "model.safetensors"
+    kind, _, target = way.partition(", ")
+    place = {"load_into HF": "hf", "load_into universal": "universal", "load_into packed": "packed"}.get(kind, "hf")
+    loads: dict[str, Callable[[Any], object]] = {
+        "raw read": lambda model: raw(file, model),
+        "safetensors": lambda model: model.load_state_dict(load_file(file), assign=True),
+        "safetensors.torch.load_model": lambda model: load_model(model, file),
+    }
+    on_host = target in ("host", "float32") or kind.endswith("load_model")
+    model = module("cpu" if on_host else "meta", "float32" if target == "float32" else "bfloat16")
+    ucformat.torch.load_into(torch.nn.Module(), folder / place, strict=False)  # imports
+    load = loads.get(kind, lambda model: ucformat.torch.load_into(model, folder / place))
+    before = resident()
+    begun = time.perf_counter()
+    load(model)
+    seconds = time.perf_counter() - begun
+    for p in model.parameters():  # what is mapped is read now
+        if not p.is_meta:
+            p.view(-1).view(torch.uint8)[::4096].sum()
+    print(json.dumps({"seconds": seconds, "read": time.perf_counter() - begun, "peak": peak() - before}))
+
+
+def resident() -> float:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak() -> float:
+    """The most bytes that this process has had in memory."""
+    line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        one(sys.argv[1])
+        return
+    make()
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(ROUNDS):
+        for way in WAYS:
+            run([ours(), "-m", "bench.load_into", way])
+            found[way].append(json.loads((OUT / "command.log").read_text().splitlines()[-1]))
+    nbytes = (OUT / "serve" / "hf" / "model.safetensors").stat().st_size
+    seconds = {way: median([r["read"] for r in of]) for way, of in found.items()}
+    ratios = {
+        way: median([a["read"] / b["read"] for a, b in zip(found["raw read"], of, strict=True)])
+        for way, of in found.items()
+    }
+    rows = [
+        [
+            way,
+            f"{nbytes / 1e9 / seconds[way]:.2f}",
+            f"{ratios[way]:.2f}",
+            f"{seconds['safetensors, assign'] / seconds[way]:.2f}",
+            f"{max(r['peak'] for r in of) / 1e6:.0f}",
+        ]
+        for way, of in found.items()
+    ]
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    print(f"{nbytes / 1e6:.0f} MB in bfloat16, medians of {ROUNDS} interleaved rounds; load average {load}.\n")
+    print(table(["", "GB/s", "× raw read", "× safetensors, assign", "peak RSS above the module, MB"], rows) + "\n")
+    goals = [(f"{way} ÷ raw read", ">= 0.85", ratios[way]) for way in WAYS[3:5] + WAYS[6:]]
+    print(targets(*goals))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""`load_into` fills a module for inference: from any checkpoint, in the memory of the module or on new devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import UsageError
+from ucformat.geometry.tensor import Key
+from ucformat.reading.rank import LOAD_INVALID, Bound
+from ucformat.reading.readable import TRACKERS
+from ucformat.references import open_reference
+from ucformat.storage.cache.scope import consistent
+from ucformat.storage.watched import check_unchanged
+from ucformat.torch.loading.match import PARAMETER, match, raise_for, stored_names, weight_of
+from ucformat.torch.loading.read import read
+from ucformat.torch.state.local import local_of, tied_names
+from ucformat.torch.state.memory import torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from os import PathLike
+
+    from ucformat.geometry.bound import LocalTensor
+    from ucformat.geometry.layout import Layout
+    from ucformat.reading.plan import Verify
+    from ucformat.torch.loading.match import Rename
+    from ucformat.torch.state.local import LocalShard
+
+__all__ = ["LoadedKeys", "load_into"]
+
+
+class LoadedKeys(NamedTuple):
+    """What did not fit, as `torch.nn.Module.load_state_dict` returns it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_into(
+    model: torch.nn.Module,
+    ref: str | PathLike[str] | Checkpoint,
+    *,
+    strict: bool = True,
+    rename: Rename | None = None,
+    layout: Layout | None = None,
+    rank: int | None = None,
+    dtype: torch.dtype | Literal["checkpoint"] | None = None,
+    device: str | torch.device = "cpu",
+    verify: Verify = "whole",
+    threads: int | None = None,
+) -> LoadedKeys:
+    """Fill the parameters and persistent buffers of a module from a checkpoint, without optimizer states and groups.
+
+    Weights are read straight into the memory of the module where it has their dtype and is on the host; the others pass
+    through two buffers of 32 MiB, and are converted as `tensor.to(dtype)` does. Parameters on the meta device get
+    memory. Tied ones stay tied, and are read once. Of a DTensor its own part is read. Each rank calls this by itself.
+    All mismatches are found before anything is changed, and raised in one error.
+
+    Args:
+        model: the module. Buffers on the meta device that checkpoints do not contain are computed if the model can do
+            that, as those of Transformers can.
+        ref: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint. A weight is
+            read in state `weight`, or `master` if only that is stored.
+        strict: whether names that only the module or only the checkpoint has are an error (default); else they are
+            returned.
+        rename: maps names of the checkpoint to names of the module: a function, or `{regex: replacement}`, where the
+            regex matches the whole name.
+        layout: how the module is sharded, if its parameters are plain tensors that hold a rank's part.
+        rank: the rank in the layout's mesh (default: that of torch.distributed).
+        dtype: of floating-point weights in the module afterwards, or `"checkpoint"`: each weight as it is stored
+            (default: as they are in the module).
+        device: on which parameters of the meta device get memory.
+        verify: which checksums to check, as for `load`.
+        threads: how many threads read (default: as many as the storage can use).
+
+    Returns:
+        the names that only the module has, and those that only the checkpoint has; both are empty if `strict`.
+
+    Raises:
+        StateMismatch: names are missing or unexpected (only if `strict`), or shapes differ; the message lists all.
+        UsageError: a buffer on the meta device cannot be computed, or the layout has no such rank.
+        ChecksumError: a chunk does not match its checksum; the contents of the module are undefined.
+        Conflict: a file of the checkpoint has changed since it was opened.
+    """
+    if layout is not None and rename is not None:
+        raise UsageError("both `layout` and `rename` are given", hint="put the renames into the layout: `renames`")
+    ck = ref if isinstance(ref, Checkpoint) else open_reference(ref)
+    if layout is not None and layout.view:
+        ck = ck.view(layout)
+    names = stored_names(ck, layout.rename if layout is not None else rename)
+    slots = _slots(model)
+    absent = _buffers_to_compute(model)
+    parts = None if layout is None else _Parts(ck, layout, _rank(rank))
+    wanted = [_wanted(slot, names, ck, parts, dtype, torch.device(device)) for slot in slots]
+    aliases = {alias: slot.name for slot in slots for alias in slot.names[1:]}
+    fitting = [w for w in wanted if w.problem is None]
+    shapes = tuple(w.problem for w in wanted if w.problem is not None)
+    matched, problems, lacking = match([w.target for w in fitting], aliases, ck, names, cast=True, as_lazy=True)
+    renamed = {stored: name for name, stored in reversed(names.items())}
+    of_bad = {names.get(n) for w in wanted if w.problem is not None for n in w.slot.names}
+    unexpected = list(dict.fromkeys(renamed[k.name] for k in compress(ck.tensors, lacking) if k.name not in of_bad))
+    found = {m.target.info.name for m in matched}
+    labels = {*problems.missing}
+    missing = [n for w in fitting if str(w.target.key) in labels and w.slot.name not in found for n in w.slot.names]
+    problems = replace(
+        problems, missing=tuple(missing), unexpected=tuple(unexpected), shapes=(*shapes, *problems.shapes)
+    )
+    raise_for(problems if strict else replace(problems, missing=(), unexpected=()), True, ck.url)
+    with torch.no_grad(), consistent():
+        for w in fitting:
+            if w.padded:
+                w.tensor.zero_()
+        read(ck, matched, verify, threads)
+        check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
+    for w in fitting:
+        if w.slot.name in found:
+            w.put()
+    if absent:
+        _compute_buffers(model, absent, torch.device(device))
+    return LoadedKeys(missing, unexpected)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A parameter or buffer: its names, the tied ones included, and the modules that have it, with their attributes."""
+
+    tensor: torch.Tensor
+    names: tuple[str, ...]
+    holders: tuple[tuple[dict[str, torch.Tensor | None], str], ...]
+
+    @property
+    def name(self) -> str:
+        """The first name."""
+        return self.names[0]
+
+
+def _slots(model: torch.nn.Module) -> list[_Slot]:
+    """The parameters and persistent buffers of a module, each once."""
+    tie = getattr(model, "tie_weights", None)
+    if callable(tie) and any(p.is_meta for p in model.parameters()):
+        tie()  # accelerate's init_empty_weights makes separate parameters of tied ones
+    entries: list[tuple[str, torch.Tensor, tuple[dict[str, torch.Tensor | None], str]]] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        below = f"{prefix}." if prefix else ""
+        stored = set(module._buffers) - module._non_persistent_buffers_set  # noqa: SLF001 - as Module.state_dict does
+        for held in (module._parameters, module._buffers):  # noqa: SLF001
+            for attribute, tensor in held.items():
+                if tensor is not None and (held is module._parameters or attribute in stored):  # noqa: SLF001
+                    entries.append((f"{below}{attribute}", tensor, (held, attribute)))
+    memory = ((n, t.to_local() if isinstance(t, DTensor) else t, t.shape) for n, t, _ in entries if not t.is_meta)
+    same = tied_names((n, t, (shape,)) for n, t, shape in memory if t.numel())
+    first: dict[int, str] = {}
+    groups: dict[str, list[tuple[str, torch.Tensor, tuple[dict[str, torch.Tensor | None], str]]]] = {}
+    for entry in entries:
+        name = first.setdefault(id(entry[1]), same.get(entry[0], entry[0]))
+        groups.setdefault(name, []).append(entry)
+    return [_Slot(g[0][1], tuple(n for n, _, _ in g), tuple(h for _, _, h in g)) for g in groups.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A slot, the memory that is filled for it, and why that is not possible (None: it is)."""
+
+    slot: _Slot
+    target: LocalShard
+    tensor: torch.Tensor
+    problem: str | None = None
+    padded: bool = False  # by the layout, with zeros that no checkpoint contains
+
+    def put(self) -> None:
+        """Let the modules have the memory, if it is new."""
+        old = self.slot.tensor
+        if self.tensor is old:
+            return
+        new = self.tensor
+        if isinstance(old, torch.nn.Parameter):
+            needs_grad = old.requires_grad and new.dtype.is_floating_point
+            new = torch.nn.Parameter(new, requires_grad=needs_grad)
+            new.__dict__.update(old.__dict__)
+        for held, attribute in self.slot.holders:
+            held[attribute] = new
+
+
+def _wanted(
+    slot: _Slot,
+    names: Mapping[str, str],
+    ck: Checkpoint,
+    parts: _Parts | None,
+    dtype: torch.dtype | Literal["checkpoint"] | None,
+    device: torch.device,
+) -> _Wanted:
+    old = slot.tensor
+    stored = next((found for n in slot.names if n in names and (found := weight_of(names[n], ck)) is not None), None)
+    as_ = old.dtype
+    if dtype == "checkpoint":
+        as_ = old.dtype if stored is None else torch_dtype(stored.dtype)
+    elif dtype is not None and as_.is_floating_point:
+        as_ = dtype
+    usable = not old.is_meta and as_ == old.dtype and (parts is None or old.is_contiguous())
+    tensor = old if usable else _empty(old, as_, device if old.is_meta else old.device)
+    target = local_of(slot.name, "weight", tensor)
+    if parts is None or stored is None:
+        return _Wanted(slot, target, tensor)
+    local = parts.of(Key(stored.name, stored.state))
+    if local is None or local.shape != tuple(old.shape) or local.buffer is not None:
+        held = "nothing" if local is None else "a part of a flat buffer" if local.buffer else str(list(local.shape))
+        problem = f"{slot.name} is {list(old.shape)}, and rank {parts.rank} of the layout has {held} of it"
+        return _Wanted(slot, target, tensor, problem)
+    info = replace(target.info, shape=stored.shape)
+    return _Wanted(slot, replace(target, info=info, pieces=local.pieces), tensor, padded=bool(local.padding))
+
+
+def _empty(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return torch.empty(like.shape, dtype=dtype, device=device)
+    local = torch.empty(like.to_local().shape, dtype=dtype, device=device)
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+class _Parts:
+    """The part of each stored tensor that a rank of a layout holds."""
+
+    def __init__(self, ck: Checkpoint, layout: Layout, rank: int) -> None:
+        self.rank = rank
+        states = sorted({key.state for key in ck.tensors} & set(PARAMETER))
+        self._bound = Bound.of(ck.source.metadata.tensor_list, layout, states)
+        self._keys = {info.key: key for key, info in self._bound.stored.items()}
+        if not 0 <= rank < self._bound.layout.ranks:
+            raise UsageError(f"there is no rank {rank}", hint=f"the layout has {self._bound.layout.ranks} ranks")
+
+    def of(self, key: Key) -> LocalTensor | None:
+        """What the rank holds of a tensor; None if that is nothing."""
+        return self._bound.layout.local(self._keys[key], self.rank)
+
+
+def _rank(rank: int | None) -> int:
+    if rank is not None:
+        return rank
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return int(torch.distributed.get_rank())
+    raise UsageError("`layout` needs a rank", hint="pass rank=, or call torch.distributed.init_process_group first")
+
+
+def _meta_buffers(module: torch.nn.Module) -> Iterator[str]:
+    """The names of non-persistent buffers of a module itself that are on the meta device."""
+    for name in sorted(module._non_persistent_buffers_set):  # noqa: SLF001
+        buffer = module._buffers.get(name)  # noqa: SLF001
+        if buffer is not None and buffer.is_meta:
+            yield name
+
+
+def _buffers_to_compute(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules with buffers that no checkpoint contains and that have no values.
+
+    Raises:
+        UsageError: the model has no method to compute them.
+    """
+    found = [(prefix, module) for prefix, module in model.named_modules() if any(_meta_buffers(module))]
+    if found and not callable(getattr(model, "initialize_weights", None)):
+        prefix, module = found[0]
+        name = f"{prefix}.{next(_meta_buffers(module))}".lstrip(".")
+        raise UsageError(
+            f"the buffer {name} is on the meta device and not persistent: no checkpoint contains it",
+            hint="make the model `with accelerate.init_empty_weights():`, which gives buffers values, or assign it",
+        )
+    return [module for _, module in found]
+
+
+def _compute_buffers(model: torch.nn.Module, modules: Iterable[torch.nn.Module], device: torch.device) -> None:
+    """Let a model of Transformers compute buffers, and initialize nothing else."""
+    modules = list(modules)
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor._is_hf_initialized = True  # noqa: SLF001 - the mark of Transformers
+        module._is_hf_initialized = module not in modules  # noqa: SLF001
+    for module in modules:
+        for name in _meta_buffers(module):
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)  # noqa: SLF001
+    model.initialize_weights()
