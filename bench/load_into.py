@@ -1,25 +1,25 @@
 """Filling a module for inference: `load_into` beside safetensors and a raw read of the same file.
 
 `python -m bench.load_into`. A Llama of about 1 GB in bfloat16, saved as a safetensors file and as a universal
-checkpoint, is loaded into a module on the meta device and into one on the host, each in a process of its own, from the
+checkpoint, is loaded into a module on the meta device and into one on the host, alternated in one process, from the
 page cache. The raw read is `readinto` into memory that is allocated once for each tensor.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.common import OUT, median, ours, run, table, targets
+from bench.common import OUT, median, table, targets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROUNDS = 3
+ROUNDS = 5
 WIDTH, INNER, LAYERS, VOCAB = 2048, 5632, 10, 16000
 WAYS = ["raw read", "safetensors, assign", "safetensors.torch.load_model", "load_into HF, meta", "load_into HF, host",
         "load_into HF, float32", "load_into universal, meta", "load_into packed, meta"]  # fmt: skip
@@ -70,18 +70,17 @@ def raw(file: Path, _: Any) -> None:
                 view = view[f.readinto(view) or 0 :]
 
 
-def one(way: str) -> None:
-    """Load once, after the module is made and everything is imported, and tell seconds and memory."""
+def one(way: str) -> dict[str, float]:
+    """Load once, after the module is made, and tell seconds and memory."""
     import torch
     from safetensors.torch import load_file, load_model
 
-    import ucformat
     import ucformat.torch
 
     folder = OUT / "serve"
     file = folder / "hf" / "model.safetensors"
     kind, _, target = way.partition(", ")
-    place = {"load_into HF": "hf", "load_into universal": "universal", "load_into packed": "packed"}.get(kind, "hf")
+    place = {"load_into universal": "universal", "load_into packed": "packed"}.get(kind, "hf")
     loads: dict[str, Callable[[Any], object]] = {
         "raw read": lambda model: raw(file, model),
         "safetensors": lambda model: model.load_state_dict(load_file(file), assign=True),
@@ -89,16 +88,18 @@ def one(way: str) -> None:
     }
     on_host = target in ("host", "float32") or kind.endswith("load_model")
     model = module("cpu" if on_host else "meta", "float32" if target == "float32" else "bfloat16")
-    ucformat.torch.load_into(torch.nn.Module(), folder / place, strict=False)  # imports
+    for p in model.parameters():
+        if not p.is_meta:
+            p.detach().zero_()  # its memory is there, as in a module that is filled again
     load = loads.get(kind, lambda model: ucformat.torch.load_into(model, folder / place))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident()
     begun = time.perf_counter()
     load(model)
-    seconds = time.perf_counter() - begun
     for p in model.parameters():  # what is mapped is read now
         if not p.is_meta:
-            p.view(-1).view(torch.uint8)[::4096].sum()
-    print(json.dumps({"seconds": seconds, "read": time.perf_counter() - begun, "peak": peak() - before}))
+            p.detach().view(-1).view(torch.uint8)[::4096].sum()
+    return {"read": time.perf_counter() - begun, "peak": peak() - before}
 
 
 def resident() -> float:
@@ -113,15 +114,13 @@ def peak() -> float:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        one(sys.argv[1])
-        return
     make()
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS + 1):
         for way in WAYS:
-            run([ours(), "-m", "bench.load_into", way])
-            found[way].append(json.loads((OUT / "command.log").read_text().splitlines()[-1]))
+            found[way].append(one(way))
+            gc.collect()
+    found = {way: of[1:] for way, of in found.items()}  # the first one imports
     nbytes = (OUT / "serve" / "hf" / "model.safetensors").stat().st_size
     seconds = {way: median([r["read"] for r in of]) for way, of in found.items()}
     ratios = {

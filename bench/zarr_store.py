@@ -19,7 +19,7 @@ from bench.common import median, real_checkpoint, table, targets
 if TYPE_CHECKING:
     from typing import Any
 
-ROUNDS = 15
+ROUNDS = 7
 STATE = "exp_avg"
 GOAL = 0.5
 

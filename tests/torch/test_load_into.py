@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import ucformat
@@ -24,8 +27,7 @@ from ucformat.storage.local import LocalStore
 from ucformat.torch import load_into
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
 SIZES = {
     "hidden_size": 32,
@@ -40,7 +42,7 @@ SIZES = {
 }
 IDS = torch.arange(20)[None]
 #: The experts of a Mixtral as Transformers saves them, as those of its module.
-EXPERTS = [
+EXPERTS: list[Mapping[str, Any]] = [
     {"rename": r"/(.*)\.block_sparse_moe\.(.*)/", "to": r"\1.mlp.\2"},
     {
         "fuse": r"/(.*)\.experts\.(\d+)\.w1\.weight/",
@@ -93,7 +95,7 @@ def family(request: pytest.FixtureRequest) -> str:
 def saved(family: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
     """As Transformers saves it, and as universal checkpoints of both forms."""
     folder, model = tmp_path_factory.mktemp(family), model_of(family)
-    model.save_pretrained(folder / "hf")  # type: ignore[operator]
+    model.save_pretrained(folder / "hf")
     ucformat.torch.save({"model": model}, folder / "zarr")
     ucformat.torch.save({"model": model}, folder / "packed", form="packed")
     return folder, model
@@ -329,3 +331,26 @@ def test_damage_and_changes_are_errors(tmp_path: Path) -> None:
     with pytest.raises(Conflict):
         load_into(made, ck)
     assert all(p.is_meta for p in made.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_the_guide(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its programs for a model of Transformers run, and a folder for vLLM and SGLang holds the model."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "inference.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    load, serve = blocks[0], blocks[-1]
+    model_of(name).to(torch.bfloat16).save_pretrained("model")
+    model = transformers.AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16)
+    ucformat.torch.save({"model": model}, tmp_path / "global_step100")
+    names: dict[str, Any] = {}
+    exec(compile(load, "inference.md", "exec"), names)  # noqa: S102
+    assert torch.equal(logits(names["model"]), logits(model))
+    exec(compile(serve, "inference.md", "exec"), names)  # noqa: S102
+    served = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.bfloat16)
+    assert torch.equal(logits(served), logits(model))
+    with safe_open(tmp_path / "served" / "model.safetensors", "pt") as file:
+        state = model.state_dict()
+        assert set(file.keys()) == state.keys() - ({"lm_head.weight"} if name == "tied" else set())
+        assert all(torch.equal(file.get_tensor(n), state[n]) for n in file.keys())  # noqa: SIM118 - not a mapping
