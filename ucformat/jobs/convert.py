@@ -37,7 +37,7 @@ from ucformat.storage.watched import check_unchanged, find_watched
 from ucformat.views.model_config import OUTDATED, outdated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
@@ -116,7 +116,7 @@ def convert(
     attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
     try:
         if placed is None:
-            manifest, recorded = write(source, store, attempt, infos, how)
+            manifest, recorded = write(ShardJob(source, store, attempt.id, infos, how), attempt)
         else:
             recorded = False
             manifest = _write_virtual(source, store, attempt, placed, how, checksums=checksums, unprotected=unprotected)
@@ -181,23 +181,12 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
     return infos
 
 
-def write(
-    source: Checkpoint,
-    store: Store,
-    attempt: Attempt,
-    infos: Sequence[TensorInfo],
-    how: How,
-    compared: Collection[str] = (),
-) -> tuple[Manifest, bool]:
+def write(job: ShardJob, attempt: Attempt) -> tuple[Manifest, bool]:
     """Write tensors as arrays, and everything else of a checkpoint.
 
     Args:
-        source: the checkpoint that is converted.
-        store: the place of the new checkpoint.
+        job: writes the arrays.
         attempt: the attempt.
-        infos: the tensors.
-        how: the options.
-        compared: the keys of source files that were compared as a whole before (default: none).
 
     Returns:
         The manifest, which the caller commits, and whether there are records, which the caller then discards.
@@ -205,21 +194,26 @@ def write(
     Raises:
         NotFinished: another process is to commit.
     """
-    _list_files(source)
-    with ShardJob(source, store, attempt.id, infos, how, compared) as job, ThreadPoolExecutor(1) as beside:
+    store, how = job.store, job.how
+    with job, ThreadPoolExecutor(1) as beside:
+        for source in job.sources:
+            _list_files(source)
         if attempt.began is None:
             job.resume()
-        if how.where != HERE and (watching := find_watched(source.store)) is not None:
-            for file in source.metadata.files:  # others have read them, too
-                watching.note(file)
+        for source in job.sources if how.where != HERE else ():
+            if (watching := find_watched(source.store)) is not None:
+                for file in source.metadata.files:  # others have read them, too
+                    watching.note(file)
         metadata = beside.submit(_write_metadata, store, job.arrays) if how.where.finishes else None
-        workers = how.workers or workers_for(source.store, store)
+        workers = how.workers or workers_for(*(source.store for source in job.sources), store)
         if not run_job(job, how.where, workers, how.progress):
             raise NotFinished(f"this part of {store.url} is written; another process commits it")
         arrays, verified = job.finish()
         if metadata is not None:
             metadata.result()
-    made = _described(source, store, attempt, arrays)
+    made = _described(job.source, store, attempt, arrays)
+    for source in job.sources[1:]:
+        _check_unchanged(source)
     made = made.model_copy(update={"verified": verified, "grid": grid_doc(how.chunk_bytes, how.shard_bytes)})
     return made, job.recorded or how.where != HERE
 
@@ -263,8 +257,12 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         },
         tensors=TensorTable.of(replace(t, at=paths_of(source.metadata, k)) for t, k in zip(tensors, keys, strict=True)),
     )
-    check_unchanged(source.store, "nothing was committed", TRACKERS)
+    _check_unchanged(source)
     return made
+
+
+def _check_unchanged(source: Checkpoint) -> None:
+    check_unchanged(source.store, "nothing was committed", TRACKERS)
 
 
 def _write_metadata(store: Store, arrays: Sequence[Array]) -> None:

@@ -302,6 +302,11 @@ class StreamVerifier:
                 with self._lock:
                     self._besides += part.nbytes
 
+    @property
+    def besides(self) -> int:
+        """Bytes that `finish` has read."""
+        return self._besides
+
     def described(self, infos: Sequence[TensorInfo], bare: Collection[Key] = ()) -> VerifiedDoc:
         """Which tensors were verified, for the manifest.
 

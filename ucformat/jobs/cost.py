@@ -117,12 +117,10 @@ def _reads(job: ShardJob, verify: Verify) -> Iterator[tuple[int, int]]:
     costs = job.source.store.costs
     costs = replace(costs, block=0, request=min(costs.request, BAND_BYTES))  # as it is read, band by band
     for array, shard in map(job.shard, range(job.count)):
-        box = array.grid.box(shard)
-        extents = [e for e in job.source.source.extents(array.info.key, box) if e.box.intersect(box)]
-        if job.verifier is not None:
-            extents = [job.verifier.planned(array.info, e) for e in extents]
-        plan = make_plan([ReadItem(array.info, extents, [(0, Piece(box, 0, row_major(box.shape)))])], verify, costs)
-        yield plan.ranges, plan.bytes_read
+        for found in job.boxes(array, array.grid.box(shard)):
+            piece = Piece(found.box, 0, row_major(found.box.shape))
+            plan = make_plan([ReadItem(found.info, found.planned, [(0, piece)])], verify, costs)
+            yield plan.ranges, plan.bytes_read
 
 
 def _puts(store: Store, nbytes: int) -> int:

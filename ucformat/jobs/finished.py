@@ -93,9 +93,11 @@ class TaskDoc(_Document):
 class SumDoc(_Document):
     """Parts of the bytes of a checksum in the source, which tasks have read: their ranges, and their CRC combined.
 
-    `value` is that of the bytes as if all others were zeros, without the CRC of zeros.
+    `value` is that of the bytes as if all others were zeros, without the CRC of zeros. `input` is the number of the
+    source, of a job that reads several.
     """
 
+    input: _Count = 0
     file: str
     start: _Count
     nbytes: _Count

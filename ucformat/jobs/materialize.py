@@ -23,7 +23,7 @@ from ucformat.jobs.convert import write
 from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import run as run_tasks
-from ucformat.jobs.shards import How, plan_document
+from ucformat.jobs.shards import How, ShardJob, plan_document
 from ucformat.jobs.where import Where
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
@@ -186,7 +186,8 @@ def _write(source: Checkpoint, store: Store, attempt: Attempt, how: How) -> tupl
             how.progress(done, before + total)
     if (report := how.progress) is not None:
         how = replace(how, progress=lambda written, _: report(before + written, before + total))
-    made, recorded = write(source, store, attempt, infos, how, {file.file for file in registered})
+    job = ShardJob(source, store, attempt.id, infos, how, {file.file for file in registered})
+    made, recorded = write(job, attempt)
     changed = {name: getattr(made, name) for name in _FILE_FIELDS}
     changed["producer"] = {**source.manifest.producer, **made.producer}
     return source.manifest.model_copy(update=changed), made, recorded

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -15,19 +15,16 @@ from ucformat.format.arrays import array_doc, lay_out, shard_key
 from ucformat.format.digest import LEAF_BYTES, document_digest
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key
-from ucformat.jobs.convert_checks import StreamVerifier
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
+from ucformat.jobs.inputs import Input
 from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import SumPart, sums_of
 from ucformat.jobs.where import HERE, Where
-from ucformat.reading.plan import ReadItem
-from ucformat.reading.read import read_items
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.storage.base import Writer
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
-from ucformat.storage.watched import find_watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,8 +34,9 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.arrays import Array
+    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Piece, TensorInfo
-    from ucformat.reading.plan import Verify
+    from ucformat.jobs.inputs import InputBox
     from ucformat.schema.tensors import TensorDoc
     from ucformat.storage.base import Bytes, Store
 
@@ -116,14 +114,16 @@ class ShardJob(RecordedJob):
         self._leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in self.arrays}
         self._bare: set[Key] = set()
         self._compared = tuple(compared)
-        watching = find_watched(source.store) if how.verify else None
-        self.verifier = None if watching is None else StreamVerifier(source, compared)
-        self._observing = ExitStack()
-        if watching is not None and self.verifier is not None:
-            self._observing.enter_context(watching.observed(self.verifier.see))
+        self.inputs = [Input(checkpoint, compared, verify=how.verify) for checkpoint in self.sources]
+
+    @property
+    def sources(self) -> Sequence[Checkpoint]:
+        """The checkpoints that are read; all but tensors comes from the first."""
+        return (self.source,)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._observing.close()
+        for one in self.inputs:
+            one.close()
         super().__exit__(kind)
 
     def shard(self, task: int) -> tuple[Array, tuple[int, ...]]:
@@ -170,40 +170,54 @@ class ShardJob(RecordedJob):
             raise other_found(source)
         return cls(source, open_store(spec["store"]), spec["attempt"], infos, how, spec["compared"])
 
-    def run(self, task: int) -> tuple[TaskDoc, Sequence[SumPart]]:
+    def run(self, task: int) -> tuple[TaskDoc, Sequence[Sequence[SumPart]]]:
         """See Job."""
         array, shard = self.shard(task)
         key = shard_key(array.path, shard)
-        noted: AbstractContextManager[list[SumPart]]
-        noted = nullcontext([]) if self.verifier is None else self.verifier.task()
-        with noted as sums:
+        with ExitStack() as noting:
+            sums = [noting.enter_context(one.task()) for one in self.inputs]
             leaves, bare = self._write(array, shard, key)
         return TaskDoc.of(task, self.store.info(key), leaves, bare=bare), sums
 
+    def boxes(self, array: Array, box: Box) -> Sequence[InputBox]:
+        """What is read for a box of an array.
+
+        Args:
+            array: the array.
+            box: the box.
+        """
+        return [self.inputs[0].within(array.info, box)]
+
+    def fill(self, array: Array, boxes: Sequence[InputBox], piece: Piece, raw: NDArray[np.uint8]) -> bool:  # noqa: ARG002
+        """Fill memory with the elements of a piece of an array.
+
+        Args:
+            array: the array.
+            boxes: what is read for the shard.
+            piece: the box, and its location in the memory.
+            raw: the memory.
+
+        Returns:
+            Whether checksums cover all bytes that were read.
+        """
+        (only,) = boxes
+        return only.read(piece, raw)
+
     def _write(self, array: Array, shard: tuple[int, ...], key: str) -> tuple[bytes, bool]:
         """Write a shard, unless it is there; returns the digests of its chunks, and whether bytes have no checksum."""
-        source, verifier, info, grid = self.source, self.verifier, array.info, array.grid
-        whole = grid.box(shard)  # few extents intersect a shard, and every band iterates over them
-        extents = [e for e in source.source.extents(info.key, whole) if e.box.intersect(whole)]
-        planned = extents if verifier is None else [verifier.planned(info, e) for e in extents]
-        costs = source.store.costs
-        if verifier is not None:  # it combines the checksums of blocks that are read in parts
-            costs = replace(costs, block=0)
+        grid = array.grid
+        boxes = self.boxes(array, grid.box(shard))
         bare = False
 
         def fill(piece: Piece, raw: NDArray[np.uint8]) -> None:
             nonlocal bare
-            if verifier is not None:
-                bare |= not verifier.expect(info, extents, piece.box)
-            wanted = [ReadItem(info, planned, [(0, piece)])]
-            verify: Verify = "whole" if self.how.verify else "never"
-            read_items(source.store, wanted, [raw], [str(info.key)], verify=verify, costs=costs, threads=1)
+            bare |= not self.fill(array, boxes, piece, raw)
 
         kept = self._kept(array, shard, key)
         if kept is not None:  # written by this plan before it was interrupted
-            again = verifier is not None and verifier.carries(info, extents)
-            if verifier is not None and not again:
-                bare = not verifier.expect(info, extents, whole)
+            again = any(box.carries for box in boxes)
+            if not again:
+                bare = not all([box.expect() for box in boxes])  # noqa: C419 - of each
             # If the source has checksums, its bytes are read again: a checksum covers more bytes than those of a shard.
             if not again or write_shard(cast("Store", _NullWriter()), key, grid, shard, fill) == kept:
                 self.store.adopt(key)
@@ -222,7 +236,11 @@ class ShardJob(RecordedJob):
 
     def record(self, results: Mapping[int, Any]) -> str:
         """See Job."""
-        sums = sums_of(noted for _, noted in results.values())
+        sums = tuple(
+            doc.model_copy(update={"input": n})
+            for n in range(len(self.inputs))
+            for doc in sums_of(noted[n] for _, noted in results.values())
+        )
         tasks = tuple(doc for doc, _ in results.values())
         return FinishedDoc(parts=self.parts, tasks=tasks, sums=sums).model_dump_json()
 
@@ -239,8 +257,9 @@ class ShardJob(RecordedJob):
                 self.finished.add(task.task)
                 if task.bare:
                     self._bare.add(array.info.key)
-        if self.verifier is not None:
-            self.verifier.take(doc.sums)
+        for n, one in enumerate(self.inputs):
+            if one.verifier is not None:
+                one.verifier.take(sums for sums in doc.sums if sums.input == n)
 
     def finish(self) -> tuple[tuple[TensorDoc, ...], VerifiedDoc]:
         """Complete the checksums of the source of which parts were read; call it when all tasks are finished.
@@ -251,12 +270,15 @@ class ShardJob(RecordedJob):
         Raises:
             ChecksumError: a file of the source is damaged.
         """
-        verified = VerifiedDoc(default=False)
-        if self.verifier is not None:
-            workers = self.how.workers or workers_for(self.source.store)
-            for _ in run(self.verifier.finish, self.verifier.unfinished(), workers):
+        verifiers = [one.verifier for one in self.inputs if one.verifier is not None]
+        for verifier in verifiers:
+            workers = self.how.workers or workers_for(*(source.store for source in self.sources))
+            for _ in run(verifier.finish, verifier.unfinished(), workers):
                 pass
-            verified = self.verifier.described(self.infos, self._bare)
+        verified = VerifiedDoc(default=False)
+        if len(verifiers) == len(self.inputs):
+            besides = sum(verifier.besides for verifier in verifiers)
+            verified = verifiers[0].described(self.infos, self._bare).model_copy(update={"besides": besides})
         return tuple(array_doc(a, self._leaves[a.info.key]) for a in self.arrays), verified
 
 
