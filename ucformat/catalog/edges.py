@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
@@ -11,7 +11,7 @@ from ucformat.catalog.refs import same_url
 from ucformat.catalog.rows import insert_if_absent, lock_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from sqlalchemy import Connection
 
@@ -43,14 +43,21 @@ def insert_edges(connection: Connection, serial: int, manifest: Manifest, url: s
     parents = [(p, _place(p.url)) for p in manifest.lineage]
     for parent, place in parents:
         depends = any(_below(r, place) or _below(place, r) for r in outside)
-        insert_edge(connection, serial, parent.kind, place, parent.id, depends=depends)
+        insert_edge(connection, serial, parent.kind, place, parent.id, depends=depends, how=parent.how)
     for root in outside:
         if not any(_below(root, place) or _below(place, root) for _, place in parents):
             insert_edge(connection, serial, "convert", root, None, depends=True)
 
 
 def insert_edge(
-    connection: Connection, serial: int, kind: str, parent_url: str, parent_id: str | None, *, depends: bool
+    connection: Connection,
+    serial: int,
+    kind: str,
+    parent_url: str,
+    parent_id: str | None,
+    *,
+    depends: bool,
+    how: Mapping[str, Any] | None = None,
 ) -> bool:
     """Record an edge of the lineage, linked to the parent if that is recorded.
 
@@ -61,6 +68,7 @@ def insert_edge(
         parent_url: the parent's place.
         parent_id: the parent's id (None: the parent is whatever checkpoint is at the place).
         depends: whether the child needs the parent's files.
+        how: more of how it was made (default: nothing).
 
     Returns:
         Whether the edge is new.
@@ -72,7 +80,7 @@ def insert_edge(
         parent = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == parent_id))
     else:
         parent = connection.scalar(sa.select(Location.checkpoint).where(Location.url == parent_url))
-    values = {"parent": parent, "parent_id": parent_id, "depends": depends}
+    values = {"parent": parent, "parent_id": parent_id, "depends": depends, "how": dict(how) if how else None}
     keys = {"child": serial, "kind": kind, "parent_url": parent_url}
     return insert_if_absent(connection, Edge, keys, values, Edge.id) is not None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import sqlalchemy as sa
@@ -57,12 +57,23 @@ class LineageNode:
 
 @dataclass(frozen=True, slots=True)
 class LineageEdge:
-    """An edge between the keys of two nodes; with `depends`, the child needs the parent's files."""
+    """An edge between the keys of two nodes; with `depends`, the child needs the parent's files.
+
+    `how` tells more of how the child was made, such as the method and the weight of the parent.
+    """
 
     child: str
     parent: str
     kind: str
     depends: bool
+    how: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The kind, and in parentheses what `how` tells: `average (weight 0.25)`."""
+        words = (str(v) if k in ("method", "role") else f"{k} {v}" for k, v in self.how.items() if v != self.kind)
+        told = ", ".join(words)
+        return f"{self.kind} ({told})" if told else self.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +136,7 @@ def load_lineage(
                     keys[r.serial] = key
                     queue.append(r.serial)
             child, parent = (keys[near], key) if up else (key, keys[near])
-            edges.append(LineageEdge(child, parent, r.edge_kind, r.depends))
+            edges.append(LineageEdge(child, parent, r.edge_kind, r.depends, r.how or {}))
     return Lineage(root, direction, nodes, tuple(edges))
 
 
@@ -211,6 +222,7 @@ _STEP = (
     Edge.parent_url,
     Edge.kind.label("edge_kind"),
     Edge.depends,
+    Edge.how,
 )
 
 
@@ -305,7 +317,7 @@ def render_tree(lineage: Lineage) -> list[str]:
         node = lineage.nodes[key]
         again = key in shown
         label = f"{_printable(node.name)}  (above)" if again else _line(node)
-        lines.append(f"{begin}{_printable(edge.kind)}{' (depends)' if edge.depends else ''}  {label}")
+        lines.append(f"{begin}{_printable(edge.label)}{' (depends)' if edge.depends else ''}  {label}")
         if not again:
             shown.add(key)
             todo += _branches(steps.get(key, []), indent, arrow)
@@ -334,7 +346,7 @@ def render_mermaid(lineage: Lineage) -> str:
         lines.append(f'  {numbers[key]}["{label}"]')
     for e in lineage.edges:
         arrow = "==>" if e.depends else "-->"
-        lines.append(f'  {numbers[e.parent]} {arrow}|"{_entities(e.kind)}"| {numbers[e.child]}')
+        lines.append(f'  {numbers[e.parent]} {arrow}|"{_entities(e.label)}"| {numbers[e.child]}')
     return "\n".join(lines) + "\n"
 
 
@@ -351,7 +363,7 @@ def render_dot(lineage: Lineage) -> str:
         lines.append(f'  {numbers[key]} [label="{label}"];')
     for e in lineage.edges:
         style = ", style=bold" if e.depends else ""
-        lines.append(f'  {numbers[e.parent]} -> {numbers[e.child]} [label="{_escaped(e.kind)}"{style}];')
+        lines.append(f'  {numbers[e.parent]} -> {numbers[e.child]} [label="{_escaped(e.label)}"{style}];')
     return "\n".join([*lines, "}"]) + "\n"
 
 

@@ -206,7 +206,7 @@ class Metric(Base):
 class Edge(Base):
     """An edge of the lineage. `parent` is NULL until the parent, known by id or url, is recorded itself.
 
-    With `depends`, the child needs the parent's files, which must then be kept.
+    With `depends`, the child needs the parent's files, which must then be kept. `how` tells more of how it was made.
     """
 
     __tablename__ = "edge"
@@ -218,6 +218,7 @@ class Edge(Base):
     parent_url = column(PlainText, index=True)
     kind = column(PlainText)
     depends = column(Boolean, index=True)
+    how = column(Json, nullable=True)
 
 
 class Alias(Base):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
@@ -16,7 +16,7 @@ from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import LineageDoc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.geometry.tensor import Key
@@ -116,16 +116,17 @@ def with_catalog(use: Callable[[Catalog], object], failed: str, remedy: str) -> 
         _log.warning("%s: %s; %s", failed, getattr(error, "message", error), remedy)
 
 
-def lineage_to(source: Checkpoint, kind: str) -> LineageDoc:
+def lineage_to(source: Checkpoint, kind: str, how: Mapping[str, Any] | None = None) -> LineageDoc:
     """The edge of lineage from a new checkpoint to its source.
 
     Args:
         source: the source, perhaps through a view.
         kind: the kind of edge, as in `LineageDoc.kind`.
+        how: more of how it was made, as in `LineageDoc.how` (default: nothing).
     """
     commits = source.universal.manifest.known_commits if source.universal else None
     about = {"url": source.home, "id": Checkpoint(source.origin).id, "engine": dict(source.metadata.engine)}
-    return LineageDoc.model_validate({"kind": kind, "commits": commits, **about})
+    return LineageDoc.model_validate({"kind": kind, "commits": commits, **about, "how": how or {}})
 
 
 def lineage_from(source: Checkpoint, keys: Iterable[Key]) -> tuple[LineageDoc, ...]:

@@ -118,13 +118,17 @@ class GroupDoc(_Document):
 
 
 class LineageDoc(_Document):
-    """What this checkpoint was made from; `commits` is what that one counts, as far as is known."""
+    """What this checkpoint was made from; `commits` is what that one counts, as far as is known.
+
+    `how` tells more of how it was made, such as the method of a merge and the weight of this origin.
+    """
 
     kind: Literal["resume", "finetune", "convert", "reshard", "merge", "average", "quantize"]
     url: str
     id: str | None = None
     engine: dict[str, str] = {}
     commits: Commits | None = None
+    how: Values = {}
 
 
 class VerifiedDoc(_Document):

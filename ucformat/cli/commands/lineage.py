@@ -65,7 +65,10 @@ def _data(found: Lineage) -> dict[str, Any]:
         "root": found.root,
         "direction": found.direction,
         "nodes": [_node(key, node) for key, node in found.nodes.items()],
-        "edges": [{"child": e.child, "parent": e.parent, "kind": e.kind, "depends": e.depends} for e in found.edges],
+        "edges": [
+            {"child": e.child, "parent": e.parent, "kind": e.kind, "depends": e.depends, "how": e.how}
+            for e in found.edges
+        ],
     }
 
 
