@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import IntegrityError, NotFound, UcformatError
+from ucformat.errors import IntegrityError, NotFound, UcformatError, UsageError
 from ucformat.settings import allowed_roots
 from ucformat.storage.url import as_strings, split_url
 from ucformat.storage.watched import WatchedStore
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.views.document import Steps
 
-__all__ = ["open_reference", "open_watched"]
+__all__ = ["expand_references", "open_catalog", "open_reference", "open_watched"]
+
+_RANGE = re.compile(r"(.+)@(\d{1,18})\.\.(\d{1,18})", re.ASCII)
 
 
 def open_reference(
@@ -52,6 +55,47 @@ def open_reference(
     return found if view is None else found.view(view)
 
 
+def expand_references(places: Iterable[str | PathLike[str]]) -> list[str | PathLike[str]]:
+    """Replace each reference to a range of steps, `run7@1000..2000`, by the ids of the run's checkpoints in it.
+
+    Args:
+        places: references, paths and urls; only ranges are replaced.
+
+    Raises:
+        NotFound: a range has no checkpoint, or there is no catalog.
+        UsageError: several checkpoints match at one step, or the range ends before it begins.
+    """
+    out: list[str | PathLike[str]] = []
+    for place in places:
+        found = _RANGE.fullmatch(place) if isinstance(place, str) and _is_reference(place) else None
+        if found is None:
+            out.append(place)
+            continue
+        run, first, last = found[1], int(found[2]), int(found[3])
+        if last < first:
+            raise UsageError(f"the range {place} ends before it begins", hint=f"write {run}@{last}..{first}")
+        with open_catalog(str(place)) as catalog:
+            out += [entry.id for entry in catalog.between(run, first, last)]
+    return out
+
+
+def open_catalog(ref: str) -> Catalog:
+    """Open the catalog of the settings for reading.
+
+    Args:
+        ref: the reference to look up, for the error.
+
+    Raises:
+        NotFound: there is no catalog.
+    """
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.settings import load_settings
+
+    if load_settings().catalog_url() is None:
+        raise NotFound(f"there is no {ref}, and no catalog to look it up in", hint="check the path, or set UCP_CATALOG")
+    return Catalog(read_only=True)
+
+
 def open_watched(place: str, watch: Callable[[Store], WatchedStore]) -> tuple[Checkpoint, str]:
     """Open a checkpoint through stores that the caller makes; see `open_reference`.
 
@@ -76,14 +120,7 @@ def _open(
 ) -> tuple[Checkpoint, _P | str]:
     if not isinstance(place, str) or not _is_reference(place):
         return _opened(place, roots, options, watch), place
-    from ucformat.catalog.catalog import Catalog
-    from ucformat.settings import load_settings
-
-    if load_settings().catalog_url() is None:
-        raise NotFound(
-            f"there is no {place}, and no catalog to look it up in", hint="check the path, or set UCP_CATALOG"
-        )
-    with Catalog(read_only=True) as catalog:
+    with open_catalog(place) as catalog:
         entry = catalog.get(place)
         if entry.state != "committed":
             hint = f"`ucp restore {place}` brings it back" if entry.state == "deleted" else "its bytes are gone"

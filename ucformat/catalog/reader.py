@@ -147,6 +147,21 @@ class CatalogReader:
         with self._database.reading() as c:
             return load_entries(c, [resolve(c, parse_ref(ref))], stamp.now())[0]
 
+    def between(self, run: str, first: int, last: int) -> list[Entry]:
+        """The committed checkpoints of a run at a range of steps, in order of steps.
+
+        Args:
+            run: the run.
+            first: the first step.
+            last: the last step, which belongs to the range.
+
+        Raises:
+            NotFound: there is none.
+            UsageError: there are several at one step.
+        """
+        with self._database.reading() as c:
+            return load_entries(c, refs.resolve_between(c, run, first, last), stamp.now())
+
     def places(self, root: str) -> list[LocationEntry]:
         """The recorded places of checkpoints at or below a root, sorted by url.
 

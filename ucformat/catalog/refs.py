@@ -40,6 +40,7 @@ __all__ = [
     "parse_ref",
     "places_of",
     "resolve",
+    "resolve_between",
     "resolve_committed",
     "same_url",
 ]
@@ -166,6 +167,35 @@ def resolve(connection: Connection, ref: Ref) -> int:
     return serial
 
 
+def resolve_between(connection: Connection, run: str, first: int, last: int) -> list[int]:
+    """Look up the committed checkpoints of a run at a range of steps.
+
+    Args:
+        connection: a transaction.
+        run: the run.
+        first: the first step.
+        last: the last step, which belongs to the range.
+
+    Returns:
+        The serials of the checkpoints, in order of steps; of several at one step the universal one.
+
+    Raises:
+        NotFound: there is none.
+        UsageError: several match at one step; the message lists them.
+    """
+    there = (Checkpoint.run_id == _run_id(connection, run), Checkpoint.step.between(first, last))
+    query = sa.select(*_COLUMNS).where(*there, unindexed(Checkpoint.state) == "committed").order_by(Checkpoint.step)
+    found: dict[int, list[Any]] = {}
+    for row in connection.execute(query):
+        found.setdefault(row.step, []).append(row)
+    if not found:
+        raise NotFound(
+            f"the run {run!r} has no checkpoint of the steps {first} to {last}",
+            hint=f"`ucp ls \"run = '{run}'\"` lists its steps",
+        )
+    return [_one(Ref(f"{run}@{step}", run=run, at=step), rows) for step, rows in found.items()]
+
+
 def resolve_committed(connection: Connection, ref: str, *others: int | None) -> int:
     """Look up a committed checkpoint, and lock it together with others so that transactions cannot deadlock.
 
@@ -203,11 +233,16 @@ def _alias(connection: Connection, name: str) -> int:
     return serial
 
 
-def _of_run(connection: Connection, ref: Ref, run: str) -> int:
+def _run_id(connection: Connection, run: str) -> int:
     run_id = connection.scalar(sa.select(Run.id).where(Run.name == run))
     if run_id is None:
         known = connection.scalars(sa.select(Run.name)).all()
         raise NotFound(f"the catalog has no run {run!r}", hint=_nearest(run, known) or "`ucp ls` lists checkpoints")
+    return int(run_id)
+
+
+def _of_run(connection: Connection, ref: Ref, run: str) -> int:
+    run_id = _run_id(connection, run)
     here = sa.select(*_COLUMNS).where(Checkpoint.run_id == run_id)
     if isinstance(ref.at, int):
         found = _rows(
