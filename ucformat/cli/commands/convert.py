@@ -22,6 +22,7 @@ from ucformat.cli.ui.options import (
 )
 from ucformat.cli.ui.text import bytes_text, plural
 from ucformat.cli.ui.where import DRY_RUN, ON, PART, print_cost, where_of
+from ucformat.cli.ui.written import print_written
 
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
@@ -119,18 +120,6 @@ def convert(
             f"interrupted: nothing is committed at {dst}; run the same command again and it continues"
         ) from None
     seconds = time.perf_counter() - begun
-    nbytes = sum(info.nbytes for info in ck.tensors.values())
-    found = {
-        "url": ck.url,
-        "id": ck.manifest.id,
-        "tensors": len(ck.tensors),
-        "bytes": nbytes,
-        "seconds": round(seconds, 3),
-        "mb_per_s": round(nbytes / seconds / 1e6, 3),
-    }
-    amount = (
-        f"{plural(len(ck.tensors), 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
-    )
     for name in outdated(source.viewed, source.assets, source.objects):
         out.note(f"{name} is copied unchanged: it has the sizes of the whole model, not of the view")
     verified = ck.manifest.verified
@@ -138,7 +127,7 @@ def convert(
         bare = len(verified.but) if verified.default else len(ck.tensors) - len(verified.but)
         why = "--no-verify was given" if no_verify else "SRC's files have no checksums for them"
         out.note(f"{plural(bare, 'tensor')} converted without verification: {why}")
-    out.result(lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id])
+    print_written(ck, seconds, out)
 
 
 @command
@@ -285,16 +274,4 @@ def materialize(
         raise Interrupted(f"interrupted: {state}; run the same command again and it continues") from None
     if nothing:
         out.note(f"{ck.url} is not packed: nothing to do")
-    seconds = time.perf_counter() - begun
-    tensors = 0 if nothing else len(ck.tensors)
-    nbytes = 0 if nothing else sum(info.nbytes for info in ck.tensors.values())
-    found = {
-        "url": ck.url,
-        "id": ck.manifest.id,
-        "tensors": tensors,
-        "bytes": nbytes,
-        "seconds": round(seconds, 3),
-        "mb_per_s": round(nbytes / seconds / 1e6, 3),
-    }
-    amount = f"{plural(tensors, 'tensor')}, {bytes_text(nbytes)} in {seconds:.1f} s, {found['mb_per_s']:,.0f} MB/s"
-    out.result(lambda: [f"{ck.url}  {ck.manifest.id}  {amount}"], lambda: found, lambda: [ck.manifest.id])
+    print_written(ck, time.perf_counter() - begun, out, nothing=nothing)
