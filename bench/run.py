@@ -20,6 +20,7 @@ BENCHMARKS = {
     "startup": "Start of commands",
     "open": "Opening in place, and one row",
     "convert": "Conversion",
+    "combine": "Combining",
     "memory": "Memory of a conversion",
     "export": "Export",
     "read": "Reading",

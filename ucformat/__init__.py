@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.zarr_types import register_zarr_dtypes
     from ucformat.geometry.layout import Layout
+    from ucformat.jobs.combine.average import average
+    from ucformat.jobs.combine.merge import merge
     from ucformat.jobs.convert import convert
     from ucformat.jobs.copy import Copied, copy
     from ucformat.jobs.cost import Cost, estimate
@@ -49,6 +51,7 @@ __all__ = [
     "Report",
     "Tensor",
     "__version__",
+    "average",
     "collect",
     "convert",
     "copy",
@@ -58,6 +61,7 @@ __all__ = [
     "export",
     "fits",
     "materialize",
+    "merge",
     "open",
     "register",
     "register_zarr_dtypes",
@@ -77,6 +81,7 @@ _HOMES = {
     "ReadPlan": "reading.rank:ReadPlan",
     "Report": "jobs.run:Report",
     "Tensor": "reading.lazy:Tensor",
+    "average": "jobs.combine.average:average",
     "collect": "jobs.gc:collect",
     "convert": "jobs.convert:convert",
     "copy": "jobs.copy:copy",
@@ -86,6 +91,7 @@ _HOMES = {
     "export": "jobs.export:export",
     "fits": "jobs.fits:fits",
     "materialize": "jobs.materialize:materialize",
+    "merge": "jobs.combine.merge:merge",
     "open": "references:open_reference",
     "register": "jobs.register:register",
     "register_zarr_dtypes": "format.zarr_types:register_zarr_dtypes",

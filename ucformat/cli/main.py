@@ -58,6 +58,8 @@ ucp = Program(
         "fits": ("layouts:fits", "Check whether checkpoints can be loaded under a layout."),
         "convert": ("convert:convert", "Convert any checkpoint to a universal one."),
         "export": (_EXPORT, "Write a checkpoint in the format of another tool."),
+        "average": ("combine:average", "Average checkpoints."),
+        "merge": ("combine:merge", "Merge models, or adapters into their base."),
         "materialize": ("convert:materialize", "Convert a packed checkpoint to arrays."),
         "copy": ("convert:copy", "Copy a universal checkpoint to another location."),
         "verify": ("verify:verify", "Read every byte and compare it with its checksums."),

@@ -1,0 +1,1 @@
+"""Combining checkpoints into a new one, block by block: averages, merges, adapters."""

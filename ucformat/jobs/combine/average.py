@@ -1,0 +1,203 @@
+"""Averages of checkpoints: with weights, with those of a metric in the catalog, or exponentially along a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import NotFound, UsageError
+from ucformat.jobs.combine.formulas import ema_weights, softmax_weights
+from ucformat.jobs.combine.job import Combination
+from ucformat.jobs.combine.methods import Average
+from ucformat.jobs.combine.writing import checked_weights, open_inputs, write_combination
+from ucformat.jobs.record import record_commits
+from ucformat.jobs.shards import How
+from ucformat.jobs.where import Where
+from ucformat.references import open_catalog
+from ucformat.storage.url import as_strings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from os import PathLike
+
+    from ucformat.jobs.combine.writing import Place
+    from ucformat.storage.base import Store
+
+__all__ = ["average"]
+
+record_commits()  # on import, because `format` does not depend on the catalog
+
+_METRIC = "metric."
+
+
+def average(
+    sources: Place | Iterable[Place],
+    dst: str | PathLike[str] | Store,
+    *,
+    weights: Sequence[float] | None = None,
+    by: str | None = None,
+    best: Literal["min", "max"] | None = None,
+    temperature: float | None = None,
+    ema: float | None = None,
+    states: str | Iterable[str] | None = None,
+    take: str | Iterable[str] = (),
+    cast: str | None = None,
+    chunk_bytes: int | None = None,
+    shard_bytes: int | None = None,
+    overwrite: bool = False,
+    workers: int | None = None,
+    run: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    verify: bool = True,
+    on: str = "threads",
+    progress: Callable[[int, int], None] | None = None,
+) -> Checkpoint:
+    """Write the weighted mean of checkpoints as a new checkpoint, and commit it.
+
+    Means are computed in float64, block by block, and rounded once, to the dtype of the first checkpoint. Resumable as
+    `convert`. Memory: less than 128 MiB for each worker, whatever the number of checkpoints and the sizes of tensors.
+
+    Args:
+        sources: the checkpoints, or their paths, urls or references; `run7@1000..2000` are all of a run in a range of
+            steps. They have the same tensors. What is not a tensor is that of the first.
+        dst: the path, url or store of the new checkpoint.
+        weights: a weight for each checkpoint; they are divided by their sum (default: equal weights).
+        by: instead of weights, a metric in the catalog, such as `metric.val_loss`: the weights are the softmax of its
+            values, with the sign that `best` gives them.
+        best: with `by`, whether the least (`min`) or the greatest (`max`) value is the best.
+        temperature: with `by`, the values are divided by it (default 1): the lower, the more the best one weighs.
+        ema: instead of weights, the decay d of an exponential moving average in order of steps: e₀ = x₀,
+            eₜ = d eₜ₋₁ + (1 - d) xₜ.
+        states: the state, or states, to average (default: `weight`, or `master` where only that is stored). Optimizer
+            states are averaged only if they are listed here.
+        take: globs or `/regex/`es of names: these tensors are taken from the first checkpoint as they are.
+        cast: the dtype of the means (default: that of the first checkpoint).
+        chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
+        shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
+        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
+        workers: shards written at once (default: one for each core; for object stores eight at least).
+        run: the name of the run, for the catalog (default: none, so that it takes that of the folder).
+        metrics: measured numbers by name.
+        verify: compare the bytes that are read with the checksums in the files of the checkpoints.
+        on: where shards are written, as for `convert`.
+        progress: called with the bytes done and the bytes in all.
+
+    Raises:
+        NotFinished: this process has done its part, and another one commits.
+        NotFound: a checkpoint is in no catalog, with `by`.
+        UsageError: the checkpoints differ in more than values; the message lists the tensors. Or weights, metrics or
+            steps are missing, or are no finite numbers.
+        ChecksumError: a checkpoint is damaged; the message names file, record and tensors.
+        Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed since it was opened.
+    """
+    how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
+    chosen = None if states is None else as_strings(states)
+    _check_options(weights, by, best, temperature, ema)
+    given, opened = open_inputs(sources)
+    if len(opened) < 2:
+        raise UsageError(
+            f"an average needs two checkpoints or more, and {len(opened)} is given",
+            hint="ucp average REF REF … DST; run7@1000..2000 are all checkpoints of a run in a range of steps",
+        )
+    if by is not None and best is not None:
+        found = _by_metric(given, opened, by, best, 1.0 if temperature is None else temperature)
+    elif ema is not None:
+        found = _along_a_run(opened, ema)
+    else:
+        found = _Weighted(opened, checked_weights(weights, len(opened)), [{}] * len(opened))
+    total = math.fsum(found.weights)
+    if not total or not math.isfinite(1 / total):
+        raise UsageError("the weights add up to 0, so there is no mean", hint="give weights whose sum is not 0")
+    if chosen is not None and min(found.weights) / total < 0 and not {"weight", "master"}.issuperset(chosen):
+        raise UsageError(
+            "optimizer states are averaged with weights of 0 or more: second moments must not become negative",
+            hint="average the weights alone, without `states`",
+        )
+    combination = Combination(found.sources, Average(weights=found.weights), chosen, as_strings(take), cast)
+    return write_combination(
+        combination, dst, "average", found.about, how, overwrite=overwrite, run=run, metrics=metrics
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighted:
+    """Inputs with their weights, and what the lineage says of the origin of each weight."""
+
+    sources: Sequence[Checkpoint]
+    weights: tuple[float, ...]
+    about: Sequence[Mapping[str, Any]]
+
+
+def _check_options(
+    weights: Sequence[float] | None, by: str | None, best: str | None, temperature: float | None, ema: float | None
+) -> None:
+    given = [name for name, value in (("weights", weights), ("by", by), ("ema", ema)) if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} exclude each other: each of them gives the weights")
+    if by is None and (best is not None or temperature is not None):
+        raise UsageError(
+            "a direction and a temperature are those of a metric", hint="name it: --by metric.val_loss (by=)"
+        )
+    if by is not None and not by.removeprefix(_METRIC):
+        raise UsageError("no metric is named", hint="write metric.NAME, such as metric.val_loss")
+    if by is not None and not by.startswith(_METRIC):
+        raise UsageError(f"{by!r} is not a metric", hint=f"write metric.NAME, such as {_METRIC}{by}")
+    if by is not None and best not in ("min", "max"):
+        raise UsageError(
+            f"whether less or more of {by} is better is not known", hint="--min or --max (best='min', best='max')"
+        )
+    if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
+        raise UsageError(f"the temperature must be a finite number above 0, not {temperature}")
+    if ema is not None and not 0 <= ema < 1:
+        raise UsageError(f"the decay of a moving average is from 0 to below 1, not {ema}")
+
+
+def _by_metric(
+    given: Sequence[Place], opened: Sequence[Checkpoint], by: str, best: str, temperature: float
+) -> _Weighted:
+    name, values = by.removeprefix(_METRIC), []
+    with open_catalog(str(given[0])) as catalog:
+        for place, ck in zip(given, opened, strict=True):
+            try:
+                entry = catalog.get(Checkpoint(ck.origin).id if isinstance(place, Checkpoint) else str(place))
+            except NotFound as error:
+                raise NotFound(
+                    f"the metric {name} of {ck.home} is not known: {error.message}",
+                    hint=f"`ucp register {ck.home}` records it in the catalog",
+                ) from None
+            value = entry.metrics.get(name)
+            if value is None or not math.isfinite(value):
+                what = "has no metric" if value is None else f"has the value {value} of the metric"
+                raise UsageError(
+                    f"the checkpoint {entry.name} ({ck.home}) {what} {name}, so it has no weight",
+                    hint=f"leave it out, or set it: ucp metric {entry.id[:12]} {name}=VALUE",
+                )
+            values.append(value)
+    sign = -1 if best == "min" else 1
+    weights = softmax_weights([sign * value for value in values], temperature)
+    about = [{"by": by, "best": best, "temperature": temperature, name: value} for value in values]
+    return _Weighted(opened, tuple(weights), about)
+
+
+def _along_a_run(opened: Sequence[Checkpoint], decay: float) -> _Weighted:
+    steps: dict[int, Checkpoint] = {}
+    for ck in opened:
+        step = ck.metadata.step
+        if step is None:
+            raise UsageError(
+                f"{ck.home} has no step, so it has no place in a moving average", hint="leave it out, or give weights"
+            )
+        if step in steps:
+            raise UsageError(
+                f"{steps[step].home} and {ck.home} are both of step {step}, and have no order",
+                hint="leave out one of them",
+            )
+        steps[step] = ck
+    ordered = sorted(steps)
+    return _Weighted(
+        [steps[step] for step in ordered],
+        tuple(ema_weights(decay, len(ordered))),
+        [{"ema": decay, "step": step} for step in ordered],
+    )

@@ -1,0 +1,138 @@
+"""The tensors of a combined checkpoint, and what its inputs must have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from ucformat.errors import UsageError
+from ucformat.geometry.placement import compile_match
+from ucformat.geometry.tensor import Key
+from ucformat.jobs.combine.methods import REAL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import TensorInfo
+
+__all__ = ["Output", "find_outputs"]
+
+T = TypeVar("T")
+
+_NAMED = 5  # tensors that an error names
+_HINT = "--take PATTERN (take=) keeps such tensors as they are in the first input; a view renames or drops them"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor of a combined checkpoint.
+
+    Attributes:
+        info: the tensor.
+        how: whether it is combined; `equal` in all inputs, which is checked, since it has no floating-point numbers; or
+            taken from the first.
+        inputs: the tensor in each input; those of adapters are found otherwise.
+    """
+
+    info: TensorInfo
+    how: Literal["combined", "equal", "taken"]
+    inputs: tuple[TensorInfo, ...]
+
+
+def find_outputs(
+    sources: Sequence[Checkpoint], states: Sequence[str] | None, take: Iterable[str], cast: str | None
+) -> list[Output]:
+    """Find the tensors to combine.
+
+    Args:
+        sources: the inputs; names, shapes, dtypes and order are those of the first.
+        states: their states (None: for each name `weight`, or `master` if only that is stored).
+        take: globs or `/regex/`es of the names of tensors that are taken from the first input as they are.
+        cast: the dtype of combined tensors (None: as in the first input).
+
+    Raises:
+        UsageError: the inputs differ; the message lists the tensors.
+    """
+    if cast is not None and cast not in REAL:
+        there = ", ".join(sorted(REAL))
+        raise UsageError(f"{cast!r} is no dtype of floating-point numbers", hint=f"there are: {there}")
+    patterns = [compile_match(pattern) for pattern in take]
+
+    def taken(name: str) -> bool:
+        return any(pattern.fullmatch(name) for pattern in patterns)
+
+    first, *others = sources
+    chosen = _chosen(first, states)
+    if not chosen:
+        raise UsageError(f"{first.home} has no tensors to combine", hint="`ucp show` lists its states")
+    mine = {key: info for key, info in chosen.items() if not taken(key.name)}
+    found: list[dict[Key, TensorInfo]] = [mine]
+    for other in others:
+        theirs = {key: info for key, info in _chosen(other, states).items() if not taken(key.name)}
+        _must_match(first, other, mine, theirs)
+        _must_be_tied_alike(first, other, taken)
+        found.append(theirs)
+    return [
+        _output([of[key] for of in found], cast) if key in mine else Output(info, "taken", (info,))
+        for key, info in chosen.items()
+    ]
+
+
+def _output(infos: Sequence[TensorInfo], cast: str | None) -> Output:
+    info = infos[0]
+    if info.dtype not in REAL:
+        return Output(info, "equal", tuple(infos))
+    return Output(info if cast is None else replace(info, dtype=cast), "combined", tuple(infos))
+
+
+def _chosen(ck: Checkpoint, states: Sequence[str] | None) -> dict[Key, TensorInfo]:
+    """The tensors by name and state; by default the state is empty, since it may be another one in each input."""
+    if states is not None:
+        return {key: info for key, info in ck.tensors.items() if key.state in states}
+    out = {}
+    for name in ck.names():
+        state = next((s for s in ("weight", "master") if s in ck.states(name)), None)
+        if state is not None:
+            out[Key(name, "")] = ck.tensors[Key(name, state)]
+    return out
+
+
+def _must_match(
+    first: Checkpoint, other: Checkpoint, mine: dict[Key, TensorInfo], theirs: dict[Key, TensorInfo]
+) -> None:
+    for one, two, has, lacks in ((first, other, mine, theirs), (other, first, theirs, mine)):
+        missing = [key for key in has if key not in lacks]
+        if missing:
+            raise UsageError(f"{two.home} lacks tensors of {one.home}: {_listed(missing, _name)}", hint=_HINT)
+    shapes = [key for key, info in mine.items() if info.shape != theirs[key].shape]
+    if shapes:
+        listed = _listed(shapes, lambda k: f"{_name(k)} {mine[k].shape} and {theirs[k].shape}")
+        raise UsageError(f"tensors of {first.home} and {other.home} differ in shape: {listed}", hint=_HINT)
+    kinds = [
+        key
+        for key, info in mine.items()
+        if info.dtype != theirs[key].dtype and not (info.dtype in REAL and theirs[key].dtype in REAL)
+    ]
+    if kinds:
+        listed = _listed(kinds, lambda k: f"{_name(k)} {mine[k].dtype} and {theirs[k].dtype}")
+        raise UsageError(f"tensors of {first.home} and {other.home} differ in dtype: {listed}", hint=_HINT)
+
+
+def _must_be_tied_alike(first: Checkpoint, other: Checkpoint, taken: Callable[[str], bool]) -> None:
+    mine, theirs = ({a: n for a, n in ck.aliases.items() if not taken(a)} for ck in (first, other))
+    if mine != theirs:
+        names = sorted(a for a in mine.keys() | theirs.keys() if mine.get(a) != theirs.get(a))
+        raise UsageError(
+            f"tensors are tied in {first.home} otherwise than in {other.home}: {_listed(names, str)}",
+            hint="a view (--view) with the steps `alias` or `untie` makes them alike",
+        )
+
+
+def _name(key: Key) -> str:
+    return str(key) if key.state else key.name
+
+
+def _listed(found: Sequence[T], text: Callable[[T], str]) -> str:
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return ", ".join(map(text, found[:_NAMED])) + more

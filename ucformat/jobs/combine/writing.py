@@ -1,0 +1,116 @@
+"""Opening the inputs of a combination, and writing it as a new checkpoint."""
+
+from __future__ import annotations
+
+import math
+from os import PathLike
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import UsageError
+from ucformat.format.commit import begin, commit
+from ucformat.format.universal import Universal
+from ucformat.jobs.combine.job import CombineJob
+from ucformat.jobs.convert import write
+from ucformat.jobs.finished import discard_finished
+from ucformat.jobs.record import lineage_to
+from ucformat.references import expand_references, open_reference
+from ucformat.settings import allowed_roots
+from ucformat.storage.url import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ucformat.jobs.combine.job import Combination
+    from ucformat.jobs.shards import How
+    from ucformat.storage.base import Store
+
+__all__ = ["Place", "checked_weights", "open_inputs", "write_combination"]
+
+Place: TypeAlias = "str | PathLike[str] | Checkpoint"
+
+
+def open_inputs(places: Place | Iterable[Place]) -> tuple[list[Place], list[Checkpoint]]:
+    """Open the inputs of a combination.
+
+    Args:
+        places: checkpoints, or their paths, urls or references, also to ranges of steps (`run7@1000..2000`).
+
+    Returns:
+        The places, without ranges, and the checkpoints.
+
+    Raises:
+        UsageError: one is given twice.
+    """
+    listed: list[Place] = [places] if isinstance(places, str | PathLike | Checkpoint) else list(places)
+    given: list[Place] = []
+    for place in listed:
+        given += [place] if isinstance(place, Checkpoint) else expand_references([place])
+    opened = [place if isinstance(place, Checkpoint) else open_reference(place) for place in given]
+    seen: set[str] = set()
+    for ck in opened:
+        if ck.home in seen:
+            raise UsageError(f"{ck.home} is given twice", hint="give it once, and more weight by `weights`")
+        seen.add(ck.home)
+    return given, opened
+
+
+def checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    """The weights of inputs.
+
+    Args:
+        weights: as given (None: 1 for each).
+        count: the number of inputs.
+
+    Raises:
+        UsageError: there are more or fewer weights than inputs, or one is not finite.
+    """
+    found = (1.0,) * count if weights is None else tuple(map(float, weights))
+    if len(found) != count:
+        raise UsageError(f"there are {len(found)} weights for {count} inputs", hint="give one for each, in their order")
+    for weight in found:
+        if not math.isfinite(weight):
+            raise UsageError(f"the weight {weight} is not finite")
+    return found
+
+
+def write_combination(
+    combination: Combination,
+    dst: str | PathLike[str] | Store,
+    kind: str,
+    about: Sequence[Mapping[str, Any]],
+    how: How,
+    *,
+    overwrite: bool,
+    run: str | None,
+    metrics: Mapping[str, float] | None,
+) -> Checkpoint:
+    """Write a combination and commit it.
+
+    It has no step, since it is no point of a training, and no metrics, since nobody has measured it. Everything else
+    that is not a tensor is that of the first input.
+
+    Args:
+        combination: what is combined.
+        dst: the path, url or store of the new checkpoint.
+        kind: the kind of its lineage.
+        about: what the lineage says of each input, beside what the method does.
+        how: the options.
+        overwrite: replace a checkpoint that is committed there.
+        run: the name of the run.
+        metrics: measured numbers.
+    """
+    store = open_store(dst) if isinstance(dst, str | PathLike) else dst
+    plan = combination.plan(how)
+    attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite))
+    made, recorded = write(CombineJob(combination, store, attempt.id, how), attempt)
+    method = combination.method
+    lineage = tuple(
+        lineage_to(source, kind, {**method.about(), **role, **more})
+        for source, role, more in zip(combination.sources, method.roles(), about, strict=True)
+    )
+    new = {"run": run, "step": None, "commits": None, "metrics": dict(metrics or {}), "lineage": lineage}
+    done = commit(store, attempt, made.model_copy(update=new))
+    if recorded:
+        discard_finished(store, attempt.id)
+    return Checkpoint(Universal(store, allowed_roots, done.as_read()))
