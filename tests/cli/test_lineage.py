@@ -29,7 +29,7 @@ def test_up_and_down(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> 
     assert list(found["nodes"][0]) == [
         "key", "id", "name", "url", "state", "kind", "run", "step", "created", "distance",
     ]  # fmt: skip
-    assert found["edges"] == [{"child": two, "parent": one, "kind": "resume", "depends": False}]
+    assert found["edges"] == [{"child": two, "parent": one, "kind": "resume", "depends": False, "how": {}}]
 
 
 def test_graphs(run: Run, catalog: Path) -> None:
