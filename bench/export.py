@@ -100,8 +100,8 @@ def main() -> None:
         for name, command in commands.items():
             _clean(target)
             _clean(fp32)
-            took, peak = _copied(folder / "model", target) if not command else _timed(command)
-            seconds[name].append(took)
+            taken, peak = _copied(folder / "model", target) if not command else _timed(command)
+            seconds[name].append(taken)
             peaks[name].append(peak)
     for file in (folder / "model").iterdir():
         file.chmod(0o644)

@@ -6,7 +6,7 @@ import json
 import random
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
 
 ROOT = Path(__file__).parents[2]
-SMALL = {"max_shard_bytes": 2000}
+SMALL: dict[str, Any] = {"max_shard_bytes": 2000}
 
 
 def load_file(file: Path) -> dict[str, np.ndarray]:
     """What the safetensors library reads; as bytes, since NumPy lacks some of its dtypes."""
     found = {}
-    for name, tensor in safetensors.deserialize(file.read_bytes()):
+    for name, tensor in safetensors.deserialize(file.read_bytes()):  # type: ignore[no-untyped-call]
         size = max(1, int(np.prod(tensor["shape"])))
         found[name] = np.frombuffer(tensor["data"], f"V{max(1, len(tensor['data']) // size)}").reshape(tensor["shape"])
     return found

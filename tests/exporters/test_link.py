@@ -75,11 +75,12 @@ def test_a_file_system_without_reflinks(model: Path, tmp_path: Path, monkeypatch
 
 def test_what_cannot_be_linked(model: Path, tmp_path: Path) -> None:
     ck = universal(tmp_path / "u", random_arrays(5))
-    for source, options in (
+    tries: list[tuple[Any, dict[str, Any]]] = [
         (ck, {}),
         (ucformat.open(model), {"cast": "float32"}),
         (ucformat.open(model).view([{"drop": "*layers.0.*"}]), {}),
-    ):
+    ]
+    for source, options in tries:
         with pytest.raises(UnsupportedError, match="nothing to link"):
             ucformat.export(source, tmp_path / "out", "safetensors", link="hard", **options)
     with pytest.raises(UnsupportedError, match="not on a local disk"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 from zlib import crc32
@@ -15,20 +14,18 @@ from ucformat.exporters.base import Sealed, Span
 from ucformat.format.digest import document_digest
 from ucformat.geometry.box import bounding_box
 from ucformat.geometry.tensor import Key, cut_piece
-from ucformat.jobs.convert_checks import StreamVerifier
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
+from ucformat.jobs.inputs import Input
 from ucformat.jobs.links import link_file
 from ucformat.jobs.reopen import options_of, other_found, plain_options, reopen, spec_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import sums_of
-from ucformat.reading.plan import ReadItem
-from ucformat.reading.read import read_items
 from ucformat.reading.readable import TRACKERS
 from ucformat.schema import ITEMSIZE
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.upload import unit_for
 from ucformat.storage.url import open_store
-from ucformat.storage.watched import check_unchanged, find_watched
+from ucformat.storage.watched import check_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -85,7 +82,7 @@ class ExportJob(RecordedJob):
     def __init__(
         self, source: Checkpoint, store: Store, infos: Sequence[TensorInfo], exporter: Exporter, *, verify: bool = True
     ) -> None:
-        self.source, self.store, self.infos, self.exporter, self.verify = source, store, infos, exporter, verify
+        self.source, self.store, self.infos, self.exporter = source, store, infos, exporter
         self.plan = document_digest(plan_of(source, infos, exporter))
         self.attempt = self.plan.rpartition(":")[2][:20]
         self.target = exporter.target(source, infos)
@@ -93,14 +90,10 @@ class ExportJob(RecordedJob):
         self.count = len(self.files)
         self.finished = set()
         self.bare = False  # whether elements were exported that no checksum of the source covers
-        watching = find_watched(source.store) if verify else None
-        self.verifier = None if watching is None else StreamVerifier(source)
-        self._observing = ExitStack()
-        if watching is not None and self.verifier is not None:
-            self._observing.enter_context(watching.observed(self.verifier.see))
+        self.input = Input(source, verify=verify)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._observing.close()
+        self.input.close()
         super().__exit__(kind)
 
     @property
@@ -127,7 +120,7 @@ class ExportJob(RecordedJob):
             "tensors": [tuple(i.key) for i in self.infos],
             "kind": self.exporter.kind,
             "options": plain_options(options),
-            "verify": self.verify,
+            "verify": self.input.verify,
             "plan": self.plan,
         }
 
@@ -145,9 +138,7 @@ class ExportJob(RecordedJob):
     def run(self, task: int) -> tuple[TaskDoc, Sequence[SumPart]]:
         """See Job."""
         file = self.files[task]
-        noted: AbstractContextManager[list[SumPart]]
-        noted = nullcontext([]) if self.verifier is None else self.verifier.task()
-        with noted as sums:
+        with self.input.task() as sums:
             bare = self.write(file)
         return TaskDoc.of(task, self.store.info(file.key), b"", bare=bare), sums
 
@@ -193,36 +184,18 @@ class ExportJob(RecordedJob):
             if isinstance(cut.part, bytes):
                 own[:] = np.frombuffer(cut.part, np.uint8)
                 continue
-            pieces = list(cut.pieces())
-            if sum(piece.box.size for _, piece in pieces) < cut.stop - cut.start:
+            held = list(cut.pieces())
+            if sum(piece.box.size for _, piece in held) < cut.stop - cut.start:
                 own[:] = 0
-            for info, piece in pieces:
+            for info, piece in held:
                 wanted.setdefault(info.key, (info, []))[1].append((len(buffers), piece))
             buffers.append(own)
-        return self._read(list(wanted.values()), buffers)
-
-    def _read(
-        self, wanted: Sequence[tuple[TensorInfo, list[tuple[int, Piece]]]], buffers: Sequence[NDArray[np.uint8]]
-    ) -> bool:
-        source, verifier, bare = self.source, self.verifier, False
-        costs, items = source.store.costs, []
-        for info, pieces in wanted:
+        boxes = []
+        for info, pieces in wanted.values():
             near = bounding_box(piece.box for _, piece in pieces)
-            assert near is not None  # noqa: S101 - there are pieces
-            extents = [e for e in source.source.extents(info.key, near) if e.box.intersect(near)]
-            if verifier is not None:
-                for _, piece in pieces:
-                    bare |= not verifier.expect(info, extents, piece.box)
-                extents = [verifier.planned(info, e) for e in extents]
-            items.append(ReadItem(info, extents, pieces))
-        if verifier is not None:  # it combines the checksums of blocks that are read in parts
-            costs = replace(costs, block=0)
-        labels = [""] * len(buffers)
-        for info, pieces in wanted:
-            for number, _ in pieces:
-                labels[number] = str(info.key)
-        read_items(source.store, items, buffers, labels, verify="whole" if self.verify else "never", costs=costs)
-        return bare
+            assert near is not None  # noqa: S101 - no piece is empty
+            boxes.append((self.input.within(info, near), pieces))
+        return not self.input.read(boxes, buffers)
 
     def record(self, results: Mapping[int, Any]) -> str:
         """See Job."""
@@ -237,8 +210,8 @@ class ExportJob(RecordedJob):
             if task.task < self.count and task.file == self.files[task.task].key:
                 self.finished.add(task.task)
                 self.bare |= task.bare
-        if self.verifier is not None:
-            self.verifier.take(doc.sums)
+        if self.input.verifier is not None:
+            self.input.verifier.take(doc.sums)
 
     @property
     def last_nbytes(self) -> int:
@@ -272,8 +245,9 @@ class ExportJob(RecordedJob):
 
     def _check_source(self) -> None:
         """Complete the checksums of which parts were read, and compare the versions of the files that were read."""
-        if self.verifier is not None:
-            for _ in run(self.verifier.finish, self.verifier.unfinished(), workers_for(self.source.store)):
+        verifier = self.input.verifier
+        if verifier is not None:
+            for _ in run(verifier.finish, verifier.unfinished(), workers_for(self.source.store)):
                 pass
         if any(file.link for file in self.target.files):
             return  # nothing was read, and a hard link changes when its file was changed last

@@ -51,6 +51,35 @@ class Input:
         """Note what this thread reads of checksums inside the block."""
         return nullcontext([]) if self.verifier is None else self.verifier.task()
 
+    def read(
+        self,
+        wanted: Sequence[tuple[InputBox, Sequence[tuple[int, Piece]]]],
+        buffers: Sequence[NDArray[np.uint8]],
+        threads: int | None = None,
+    ) -> bool:
+        """Read pieces of tensors into memory.
+
+        Args:
+            wanted: boxes of tensors, and pieces of each with the numbers of their buffers.
+            buffers: the memory.
+            threads: number of reading threads (None: as many as suit the store).
+
+        Returns:
+            Whether checksums cover all of these bytes, or none are compared at all.
+        """
+        bare = [box for box, pieces in wanted for _, piece in pieces if not box.expect(piece.box)]
+        store, costs = self.checkpoint.store, self.checkpoint.store.costs
+        if self.verifier is not None:  # it combines the checksums of blocks that are read in parts
+            costs = replace(costs, block=0)
+        labels = [""] * len(buffers)
+        for box, pieces in wanted:
+            for number, _ in pieces:
+                labels[number] = str(box.info.key)
+        items = [ReadItem(box.info, box.planned, pieces) for box, pieces in wanted]
+        verify: Verify = "whole" if self.verify else "never"
+        read_items(store, items, buffers, labels, verify=verify, costs=costs, threads=threads)
+        return not bare
+
     def within(self, info: TensorInfo, box: Box) -> InputBox:
         """A box of a tensor, to be read piece by piece.
 
@@ -114,11 +143,4 @@ class InputBox:
         Returns:
             As `expect`.
         """
-        covered = self.expect(piece.box)
-        source, costs = self.input.checkpoint, self.input.checkpoint.store.costs
-        if self.input.verifier is not None:  # it combines the checksums of blocks that are read in parts
-            costs = replace(costs, block=0)
-        wanted = [ReadItem(self.info, self.planned, [(0, piece)])]
-        verify: Verify = "whole" if self.input.verify else "never"
-        read_items(source.store, wanted, [raw], [str(self.info.key)], verify=verify, costs=costs, threads=1)
-        return covered
+        return self.input.read([(self, [(0, piece)])], [raw], threads=1)
