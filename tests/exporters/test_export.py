@@ -303,3 +303,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert "is not empty" in again.stderr
     assert run(ucp, [*words, "--overwrite", "--quiet"]).stdout == f"{tmp_path / 'out'}\n"
     same(tensors_of(tmp_path / "out"), arrays)
+
+
+def test_other_tensors_than_the_model_has(tmp_path: Path) -> None:
+    arrays = {(f"w{n}", "weight"): random_array((n + 1, 3), "float32") for n in range(4)}
+    source = opened(arrays, aliases={"tied": "w0"})
+    ucformat.export(source, tmp_path / "model", "safetensors")
+    ucformat.export(source.view([{"cast": "*", "dtype": "float64"}]), tmp_path / "same", "safetensors", like=source)
+    ucformat.export(source, tmp_path / "same2", "safetensors", like=tmp_path / "model")
+    changed = source.view([{"rename": "w1", "to": "v1"}, {"transpose": "w2"}])
+    with pytest.raises(UsageError) as raised:
+        ucformat.export(changed, tmp_path / "out", "safetensors", like=tmp_path / "model")
+    for line in ("1 are not in it: v1", "1 are only in it: w1", "1 have another shape there: w2"):
+        assert line in raised.value.message
+    assert not (tmp_path / "out").exists()

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Exported", "export", "plan_export"]
 
+_NAMED = 10  # tensors that an error lists of each kind
+
 
 @dataclass(frozen=True, slots=True)
 class Exported:
@@ -69,6 +71,7 @@ def export(
     *,
     states: str | Iterable[str] | None = None,
     cast: str | None = None,
+    like: str | PathLike[str] | Checkpoint | None = None,
     overwrite: bool = False,
     workers: int | None = None,
     verify: bool = True,
@@ -88,6 +91,8 @@ def export(
             where only that is stored; of others all).
         cast: the dtype of all floating-point tensors (default: as they are stored). A finite value that does not fit is
             an error.
+        like: a checkpoint of the model that will load the export, in any format: tensors without a name in it, or of
+            other shapes, and names that are missing are an error (default: no comparison).
         overwrite: remove the foreign checkpoint, or the unfinished export, that is at `dst` first.
         workers: files written concurrently (default: one for each core, at most 16; at least 8 for object stores).
         verify: compare everything that is read with the checksums in the source's files (default: yes).
@@ -99,7 +104,7 @@ def export(
         What was written, and what the format has no place for.
 
     Raises:
-        UsageError: there is no such format or option, or the checkpoint lacks a state.
+        UsageError: there is no such format or option, the checkpoint lacks a state, or it is not `like` another.
         UnsupportedError: something cannot be expressed in the format.
         Conflict: `dst` is not empty.
         ChecksumError: a file of the source is damaged.
@@ -107,6 +112,8 @@ def export(
     """
     where = Where.parse(on)
     source, infos, exporter = _prepared(src, kind, states, cast, options)
+    if like is not None:
+        _compare(source, infos, like if isinstance(like, Checkpoint) else open_reference(like))
     store = dst if not isinstance(dst, str | PathLike) else open_store(dst)
     with ExportJob(source, store, infos, exporter, verify=verify) as job:
         where.begin(lambda: begin_export(job, overwrite=overwrite))
@@ -213,6 +220,37 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None, exporter: Exporter
     if not found:
         raise UsageError(f"{source.url} stores no weights", hint="--state chooses another state")
     return found
+
+
+def _compare(source: Checkpoint, infos: Sequence[TensorInfo], like: Checkpoint) -> None:
+    """Compare names and shapes with those of another checkpoint.
+
+    Raises:
+        UsageError: they differ; the message lists the tensors.
+    """
+    found, wanted = _shapes(source, infos), _shapes(like, like.tensors.values())
+    kinds = {
+        "are not in it": [n for n in found if n not in wanted],
+        "are only in it": [n for n in wanted if n not in found and like.aliases.get(n) not in found],
+        "have another shape there": [n for n, shape in found.items() if wanted.get(n, shape) != shape],
+    }
+    lines = [f"\n    {len(names):,} {what}: {_listed(names)}" for what, names in kinds.items() if names]
+    if lines:
+        raise UsageError(
+            f"{source.url} has other tensors than {like.url}:{''.join(lines)}",
+            hint="a view gives tensors other names and shapes: --view megatron-to-llama, … (docs/view.md)",
+        )
+
+
+def _shapes(ck: Checkpoint, infos: Iterable[TensorInfo]) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters, by all of their names."""
+    shapes = {info.name: info.shape for info in infos if info.state in ("weight", "master")}
+    return shapes | {alias: shapes[name] for alias, name in ck.aliases.items() if name in shapes}
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def _cast_steps(infos: Sequence[TensorInfo], dtype: str) -> list[dict[str, Any]]:

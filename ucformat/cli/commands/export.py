@@ -45,6 +45,7 @@ def export_command(kind: str) -> click.Command:
         dst: str,
         states: tuple[str, ...],
         cast: str | None,
+        like: str | None,
         overwrite: bool,  # noqa: FBT001
         yes: bool,  # noqa: FBT001
         workers: int | None,
@@ -78,6 +79,7 @@ def export_command(kind: str) -> click.Command:
                     kind,
                     states=chosen,
                     cast=cast,
+                    like=like,
                     overwrite=overwrite,
                     workers=workers,
                     verify=not no_verify,
@@ -142,6 +144,11 @@ def export_command(kind: str) -> click.Command:
 _COMMON = (
     click.option(
         "--cast", metavar="DTYPE", help="Round floating-point tensors to this dtype: float32, bfloat16, float16, …"
+    ),
+    click.option(
+        "--like",
+        metavar="REF",
+        help="A checkpoint of the model that will load the export; other names and shapes than there are an error.",
     ),
     click.option(
         "--overwrite",
