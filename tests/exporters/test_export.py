@@ -311,9 +311,9 @@ def test_other_tensors_than_the_model_has(tmp_path: Path) -> None:
     ucformat.export(source, tmp_path / "model", "safetensors")
     ucformat.export(source.view([{"cast": "*", "dtype": "float64"}]), tmp_path / "same", "safetensors", like=source)
     ucformat.export(source, tmp_path / "same2", "safetensors", like=tmp_path / "model")
-    changed = source.view([{"rename": "w1", "to": "v1"}, {"transpose": "w2"}])
+    changed = source.view([{"rename": "w1", "to": "v1"}, {"transpose": "w3"}])
     with pytest.raises(UsageError) as raised:
         ucformat.export(changed, tmp_path / "out", "safetensors", like=tmp_path / "model")
-    for line in ("1 are not in it: v1", "1 are only in it: w1", "1 have another shape there: w2"):
+    for line in ("1 are not in it: v1", "1 are only in it: w1", "1 have another shape there: w3"):
         assert line in raised.value.message
     assert not (tmp_path / "out").exists()
