@@ -21,9 +21,9 @@ from tests.zero_files import FLAT, write_zero3
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.cli.main import ucp
 from ucformat.errors import ChecksumError, IntegrityError, NotACheckpoint, NotFound
-from ucformat.format.digest import CRC32_SHIFT, CRC32C_SHIFT
 from ucformat.jobs.materialize import materialize
 from ucformat.sources.pickle.file import TorchZip
+from ucformat.storage.crc import CRC32_SHIFT, CRC32C_SHIFT
 from ucformat.storage.local import LocalStore
 from ucformat.storage.wrappers import RecordingStore
 

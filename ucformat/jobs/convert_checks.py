@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ucformat.errors import ChecksumError
-from ucformat.format.digest import CRC32C_SHIFT
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import StreamSum, SumPart
 from ucformat.reading.execute import place_checksum
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.sources.zarr.values import is_checked
+from ucformat.storage.crc import CRC32C_SHIFT
 from ucformat.storage.strided import checksum, rows
 from ucformat.storage.watched import find_watched
 from ucformat.views.viewed import inputs_of

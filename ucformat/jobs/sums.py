@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from ucformat.format.digest import CRC32_SHIFT, CRC32C_SHIFT
 from ucformat.jobs.finished import SumDoc
+from ucformat.storage.crc import CRC32_SHIFT, CRC32C_SHIFT
 from ucformat.storage.strided import checksum, crc32
 
 if TYPE_CHECKING:
