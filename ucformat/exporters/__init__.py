@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UsageError
+from ucformat.exporters.numpy_files import NpyExporter, NpzExporter
 from ucformat.exporters.safetensors import SafetensorsExporter
+from ucformat.exporters.torch_save import TorchExporter
 
 if TYPE_CHECKING:
     from ucformat.exporters.base import Exporter
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["EXPORTERS", "make_exporter"]
 
 #: All exporters, by kind.
-EXPORTERS: dict[str, type[Exporter]] = {e.kind: e for e in (SafetensorsExporter,)}
+EXPORTERS: dict[str, type[Exporter]] = {
+    e.kind: e for e in (NpyExporter, NpzExporter, SafetensorsExporter, TorchExporter)
+}
 
 
 def make_exporter(kind: str, **options: Any) -> Exporter:

@@ -172,13 +172,16 @@ class Exporter(ABC):
         title: the name of the format in messages.
         weights_only: whether the format has a place for one tensor of each name: its weight, or its master where only
             that is stored.
+        endings: the endings of file names, in lower case, if the format is a single file, or may be one. A destination
+            with such a name is the file itself, and its name becomes the option `name`.
         options_type: the dataclass of its options.
         options: an instance of it, made from the keyword arguments of the constructor.
     """
 
     kind: ClassVar[str]
     title: ClassVar[str]
-    weights_only: ClassVar[bool] = False
+    weights_only: bool = False
+    endings: ClassVar[tuple[str, ...]] = ()
     options_type: ClassVar[type[ExportOptions]] = ExportOptions
     options: Any
 
@@ -192,6 +195,11 @@ class Exporter(ABC):
                     hint=f"its options are:{''.join(listed)}" if listed else "it takes none",
                 )
         self.options = self.options_type(**options)
+
+    @property
+    def one_file(self) -> bool:
+        """Whether the target is a file, beside which there may be any others, and not a folder."""
+        return bool(self.endings) and self.options.name.lower().endswith(self.endings)
 
     @abstractmethod
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
@@ -223,6 +231,7 @@ def left_out(
     *,
     values: Collection[str] = (),
     assets: Collection[str] = (),
+    groups: bool = False,
 ) -> tuple[str, ...]:
     """What of a checkpoint a target leaves out.
 
@@ -231,10 +240,13 @@ def left_out(
         infos: the tensors that are exported.
         values: the names of non-tensor values that are exported (default: none).
         assets: the names of assets that are exported (default: none).
+        groups: whether the hyper-parameters of the optimizer are exported (default: no).
     """
     kept = {info.key for info in infos}
     states = Counter(key.state for key in source.tensors if key not in kept)
     found = [f"{state} of {count:,} tensor{'s' * (count != 1)}" for state, count in states.items()]
+    if source.metadata.groups and not groups:
+        found.append("the hyper-parameters of the optimizer")
     for what, names, known in (
         ("value", source.objects, values),
         ("value of each rank", source.per_rank, values),

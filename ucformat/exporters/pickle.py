@@ -40,9 +40,10 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """The elements of one or several tensors."""
+    """The elements of one or several tensors; `data` are those that are no elements of a checkpoint's tensors."""
 
     span: Span
+    data: bytes | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,8 @@ _REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_UNTYPED = Global("torch._utils", "_rebuild_tensor_v3")
 _ORDERED = Global("collections", "OrderedDict")
 _ENCODE = Global("_codecs", "encode")
+_SET = Global("builtins", "set")
+_COMPLEX = Global("builtins", "complex")
 
 #: What the pickles of all exporters may name.
 ALLOWED = {
@@ -84,6 +87,8 @@ ALLOWED = {
     _REBUILD_UNTYPED,
     _ORDERED,
     _ENCODE,
+    _SET,
+    _COMPLEX,
     Global("torch", "Size"),
     Global("torch", "device"),
     *(Global("torch", name) for name in _STORAGES.values()),
@@ -95,8 +100,8 @@ def dump(value: Any, locate: Callable[[Storage], str]) -> bytes:
     """Pickle a value.
 
     Args:
-        value: `None`, booleans, numbers, text, bytes, lists, tuples and dictionaries of such values, ordered ones too;
-            and instances of the classes above.
+        value: `None`, booleans, numbers, text, bytes, lists, tuples, sets and dictionaries of such values, ordered ones
+            too; and instances of the classes above.
         locate: returns the key of a storage in the archive.
 
     Raises:
@@ -211,6 +216,12 @@ class _Writer:
         """Append bytes, which protocol 2 spells as a text."""
         self._save_call(_ENCODE, (value.decode("latin-1"), "latin1"))
 
+    def _save_set(self, value: set[Any]) -> None:
+        self._save_call(_SET, (sorted(value, key=repr),))
+
+    def _save_complex(self, value: complex) -> None:
+        self._save_call(_COMPLEX, (value.real, value.imag))
+
     def _save_tuple(self, value: tuple[Any, ...]) -> None:
         self.out += b"(" if len(value) > 3 else b""
         for item in value:
@@ -239,6 +250,8 @@ class _Writer:
         float: _save_float,
         str: _save_text,
         bytes: _save_bytes,
+        set: _save_set,
+        complex: _save_complex,
         tuple: _save_tuple,
         list: _save_list,
         dict: _save_dict,

@@ -31,6 +31,7 @@ __all__ = ["SafetensorsExporter", "SafetensorsOptions", "files_of", "header_of",
 _NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 #: The folder, among the files of a universal checkpoint, of those that are safetensors files.
 WEIGHTS = "weights"
+_ENDING = ".safetensors"
 _ALIGN = 8  # bytes: of the header, as the library pads it
 _MAX_HEADER = 100_000_000
 _SHARD_BYTES = 5_000_000_000  # the default of `save_pretrained` since 2023
@@ -45,7 +46,9 @@ class SafetensorsOptions(ExportOptions):
     max_shard_bytes: int = option(
         _SHARD_BYTES, "size", "maximum size of a file, unless a single tensor is larger; 5 GB by default"
     )
-    name: str = option("model", "text", "the name of the files without its ending; `model` by default")
+    name: str = option(
+        "model", "text", "the name of the files without its ending; with it, of a single file; `model` by default"
+    )
     assets: str | None = option(
         None, "path", "a folder whose config.json, tokenizer and similar files are used, before those of the checkpoint"
     )
@@ -75,6 +78,7 @@ class SafetensorsExporter(Exporter):
     kind = "safetensors"
     title = "safetensors (Hugging Face)"
     weights_only = True
+    endings = (_ENDING,)
     options_type = SafetensorsOptions
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
@@ -87,6 +91,9 @@ class SafetensorsExporter(Exporter):
             if stored in names and alias != names[stored]:
                 aliases[alias] = names[stored]
         aliases |= {stored: name for stored, name in names.items() if stored != name}
+        if self.one_file:
+            files = files_of(infos, names, aliases, self.options.name[: -len(_ENDING)], sum(i.nbytes for i in infos))
+            return Target(tuple(files), left_out(source, infos))
         files = files_of(infos, names, aliases, self.options.name, self.options.max_shard_bytes)
         assets = self._assets(source)
         last = (TargetFile.of(name, data, last=True) for name, data in assets.items())

@@ -1,0 +1,228 @@
+"""The nested state of the program that saved a checkpoint, from the paths and places that the checkpoint records.
+
+Where it records none, the state is that of `torch.distributed.checkpoint.state_dict`: `{"model": {name: weight},
+"optim": {"state": {name: {state: tensor}}, "param_groups": […]}}`, and the values by their names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import UnsupportedError
+from ucformat.geometry.tensor import Key
+from ucformat.reading.readable import IntKey, Place, path_from_json
+from ucformat.sources.dcp.names import GROUPS, dotted
+from ucformat.sources.values import from_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.reading.readable import StatePath
+
+__all__ = ["Leaves", "nested_state"]
+
+_STATE = "state"
+_MODEL, _OPTIM = "model", "optim"
+_NOTES = ("unnamed", "orbax")  # objects that sources add
+#: Forms of values that cannot be written without code or classes, and what they are.
+_FOREIGN = {
+    "$class": "an object",
+    "$opaque": "a pickle",
+    "$stream": "a file in memory",
+    "$slice": "a slice",
+    "$datetime": "a date or time",
+    "$path": "a path",
+}
+_MAX_NAMED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """Makes the leaves of a state.
+
+    Attributes:
+        tensor: of a tensor of the checkpoint.
+        array: of the array of a value.
+        dtype: of the name of a dtype.
+    """
+
+    tensor: Callable[[TensorInfo], Any]
+    array: Callable[[NDArray[Any]], Any]
+    dtype: Callable[[str], Any]
+
+
+class _Tuple(list[Any]):
+    """A tuple, until all tensors are in it."""
+
+
+class _NoPlaceError(Exception):
+    """A value cannot be written."""
+
+
+def nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves) -> tuple[Any, tuple[str, ...]]:
+    """Build the state.
+
+    Args:
+        source: the checkpoint.
+        infos: the tensors that are in it.
+        leaves: makes its leaves.
+
+    Returns:
+        The state, and which values are left out of it.
+
+    Raises:
+        UnsupportedError: a tensor has no place in it.
+    """
+    build = _Build(source, {info.key: info for info in infos}, leaves)
+    build.values()
+    recorded = source.metadata.paths
+    known = any(info.key in recorded for info in infos)
+    for info in infos:
+        for path in recorded.get(info.key, ()) if known else _usual_paths(source, info):
+            build.put(path, build.tensor(info.key))
+    if lost := [str(info.key) for info in infos if info.key not in build.placed]:
+        more = f" and {len(lost) - _MAX_NAMED:,} more" if len(lost) > _MAX_NAMED else ""
+        raise UnsupportedError(
+            f"{source.url} records no path in the program's state for {', '.join(lost[:_MAX_NAMED])}{more}",
+            hint="export without --nested, or choose the states that have one: --state",
+        )
+    places: Sequence[Place | None] = source.metadata.places
+    groups = source.metadata.groups
+    if not places:
+        places = [None if known else Place((_OPTIM,), tuple(g["params"])) for g in groups]
+    for group, place in zip(groups, places, strict=True):
+        build.group(group, place)
+    return _finished(build.root), tuple(build.left)
+
+
+def _usual_paths(source: Checkpoint, info: TensorInfo) -> list[StatePath]:
+    if info.state == "weight":
+        return [(_MODEL, n) for n in (info.name, *(a for a, of in source.aliases.items() if of == info.name))]
+    return [(_OPTIM, _STATE, info.name, info.state)]
+
+
+class _Build:
+    """A state, as far as it is built."""
+
+    def __init__(self, source: Checkpoint, infos: Mapping[Key, TensorInfo], leaves: Leaves) -> None:
+        self.source, self.infos, self.leaves = source, infos, leaves
+        self.root: Any = {}
+        self.placed: dict[Key, Any] = {}
+        self.left: list[str] = []
+
+    def tensor(self, key: Key) -> Any:
+        """The leaf of a tensor, the same for all its paths."""
+        if key not in self.placed:
+            self.placed[key] = self.leaves.tensor(self.infos[key])
+        return self.placed[key]
+
+    def values(self) -> None:
+        """Begin with the values that are not tensors."""
+        objects = {k: v for k, v in self.source.objects.items() if k not in _NOTES}
+        first = {p[0] for paths in self.source.metadata.paths.values() for p in paths if p}
+        if first and all(type(part) is int for part in first):  # the state is a list
+            objects, self.root = objects.get("value", []), []
+        self.root = self.decode(objects, "")
+
+    def decode(self, value: Any, path: str) -> Any:
+        """The value of a JSON form."""
+        if isinstance(value, list):
+            return [self.decode(v, f"{path}[{i}]") for i, v in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        form = next(iter(value), "")
+        if form in _FOREIGN:
+            raise _NoPlaceError(f"the value {path} ({value[form] if form == '$class' else _FOREIGN[form]})")
+        if len(value) == 1 and form == "$tuple":
+            return _Tuple(self.decode(v, f"{path}[{i}]") for i, v in enumerate(value[form]))
+        if len(value) == 1 and form == "$ref":
+            key = Key(value[form], "weight")
+            if key not in self.infos:
+                raise _NoPlaceError(f"the value {path}, a tensor that is not exported")
+            return self.tensor(key)
+        if len(value) == 1 and form == "$tensor":
+            return self.leaves.array(from_json(value))
+        if len(value) == 1 and form == "$dtype":
+            return self.leaves.dtype(value[form])
+        if len(value) == 1 and form == "$dict":
+            return self.items([(from_json(k), v) for k, v in value[form]], path)
+        if len(value) == 1 and form.startswith("$") and not form.startswith(("$$", "$int:")):
+            return from_json(value)
+        return self.items([(path_from_json([k])[0], v) for k, v in value.items()], path)
+
+    def items(self, items: list[tuple[Any, Any]], path: str) -> dict[Any, Any]:
+        """A dictionary, without the items that cannot be written."""
+        out = {}
+        for key, value in items:
+            try:
+                out[key] = self.decode(value, f"{path}.{key}" if path else str(key))
+            except _NoPlaceError as error:
+                self.left.append(str(error))
+        return out
+
+    def put(self, path: StatePath, value: Any) -> None:
+        """Put a value at its path; lists and dictionaries on the way are made."""
+        node = self.root
+        for part, after in zip(path, (*path[1:], None), strict=True):
+            missing = value if after is None else [] if type(after) is int else {}
+            if isinstance(node, list) and type(part) is int:
+                node.extend([None] * (part + 1 - len(node)))
+                if after is None or node[part] is None:
+                    node[part] = missing
+            elif isinstance(node, dict):
+                if after is None:
+                    node[part] = missing
+                else:
+                    node.setdefault(part, missing)
+            else:
+                raise UnsupportedError(
+                    f"{self.source.url} has a tensor at {dotted(path)}, below another value",
+                    hint="export without --nested",
+                )
+            node = node[part]
+
+    def group(self, group: Mapping[str, Any], place: Place | None) -> None:
+        """Put an optimizer group at its place."""
+        if place is None:
+            self.left.append(f"the hyper-parameters of {len(group['params']):,} parameters")
+            return
+        options = self.items([(k, v) for k, v in group.items() if k not in ("params", _STATE)], GROUPS)
+        numbered = all(name.isdecimal() for name in place.names)
+        keys = [IntKey(name) if numbered else name for name in place.names]
+        if place.flattened:
+            for name, option in ((n, o) for n in place.names for o in options):
+                self.put((*place.path, f"{GROUPS}.{name}.{option}"), options[option])
+        else:
+            self.put((*place.path, GROUPS), [*self.at((*place.path, GROUPS), []), {"params": keys, **options}])
+            self.put((*place.path, _STATE), self.at((*place.path, _STATE), {}))
+        stateful = self.at((*place.path, _STATE), {})
+        for state, values in group.get(_STATE, {}).items():
+            by_name = isinstance(values, dict) and values.keys() <= set(group["params"])
+            for key, name in zip(keys, group["params"], strict=True):
+                if (name in values) if by_name else (key in stateful or not stateful):
+                    value = self.decode(values[name] if by_name else values, f"{name}.{state}")
+                    self.put((*place.path, _STATE, key, state), value)
+
+    def at(self, path: StatePath, default: Any) -> Any:
+        """The value at a path."""
+        node = self.root
+        for part in path:
+            if not isinstance(node, dict) or part not in node:
+                return default
+            node = node[part]
+        return node
+
+
+def _finished(value: Any) -> Any:
+    """The state with plain keys, and its tuples."""
+    if isinstance(value, list):
+        items = [_finished(v) for v in value]
+        return tuple(items) if isinstance(value, _Tuple) else items
+    if isinstance(value, dict):
+        return {int(k) if isinstance(k, IntKey) else k: _finished(v) for k, v in value.items()}
+    return int(value) if isinstance(value, IntKey) else value
