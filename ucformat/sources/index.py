@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
-    from ucformat.reading.readable import FileRecord
+    from ucformat.reading.readable import FileRecord, Place, StatePath
     from ucformat.sources.base import OpenSource
     from ucformat.sources.pickle.file import TorchFile
     from ucformat.sources.pickle.stand_ins import StoredTensor
@@ -62,6 +62,8 @@ class TensorIndex:
     infos: dict[Key, TensorInfo] = field(default_factory=dict)
     locate: dict[Key, Locate] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
+    paths: dict[Key, tuple[StatePath, ...]] = field(default_factory=dict)  # as in CheckpointMetadata
+    places: list[Place | None] = field(default_factory=list)  # likewise
     optimizer: dict[str, Any] = field(default_factory=dict)  # other values of the optimizer's file, as JSON
     taken: dict[str, int] = field(default_factory=dict)  # name -> the last suffix that made a name unique: `name~2`
 

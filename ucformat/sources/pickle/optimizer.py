@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UsageError
 from ucformat.geometry.tensor import Key
+from ucformat.reading.readable import IntKey, Place
 from ucformat.sources.index import Group, TensorIndex
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import all_equal, to_json
@@ -23,6 +24,7 @@ from ucformat.sources.values import all_equal, to_json
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ucformat.reading.readable import StatePath
     from ucformat.sources.pickle.file import TorchFile
 
 __all__ = ["Candidate", "Entry", "Module", "Optimizer", "add_optimizer", "is_optimizer", "match", "shape_of_states"]
@@ -230,15 +232,17 @@ class Optimizer:
     entries: list[list[Any]]  # of each group: numbers or names
     states: list[list[dict[str, Any]]]
     rest: dict[str, Any] = field(default_factory=dict)  # its other keys
+    place: StatePath | None = None  # its path in the program's state, if the source records these
 
     @classmethod
-    def parse(cls, value: dict[str, Any], path: str, file: TorchFile) -> Optimizer:
+    def parse(cls, value: dict[str, Any], path: str, file: TorchFile, place: StatePath | None = None) -> Optimizer:
         """Check and parse a state dict.
 
         Args:
             value: the state dict, for which `is_optimizer` is true.
             path: its path in the file's value.
             file: the file.
+            place: its path in the program's state, if that is to be recorded.
 
         Raises:
             IntegrityError: a parameter is listed twice, or has states but is in no group.
@@ -252,7 +256,7 @@ class Optimizer:
             raise IntegrityError(f"{file.key}: {path} has states of {strange[0]!r}, which is in none of its groups")
         states = [[dict(found.get(entry, {})) for entry in group] for group in entries]
         rest = {k: v for k, v in value.items() if k not in ("state", "param_groups")}
-        return cls(path, file, groups, entries, states, rest)
+        return cls(path, file, groups, entries, states, rest, place)
 
     @property
     def evidence(self) -> list[list[Entry]]:
@@ -340,24 +344,29 @@ def add_optimizer(
     certain = names is not None
     if names is None:
         names = [[f"{optimizer.path}.{entry}" for entry in group] for group in optimizer.entries]
-    for hyper, group, of in zip(optimizer.hypers, names, optimizer.states, strict=True):
-        contents.groups.append(_add_group(optimizer, hyper, group, of, contents))
+    for number, group in enumerate(names):
+        contents.groups.append(_add_group(optimizer, number, group, contents))
     return certain
 
 
-def _add_group(
-    optimizer: Optimizer, hyper: dict[str, Any], names: Sequence[str], of: list[dict[str, Any]], contents: TensorIndex
-) -> Group:
+def _add_group(optimizer: Optimizer, number: int, names: Sequence[str], contents: TensorIndex) -> Group:
     """Add the tensors of a group's entries; return its hyper-parameters, and its states that are plain values."""
-    kept = {k: v for k, v in hyper.items() if k != "params" and (k != "param_names" or len(v or ()) != len(names))}
+    hyper, entries, of = optimizer.hypers[number], optimizer.entries[number], optimizer.states[number]
+    place = optimizer.place
+    contents.places.append(None if place is None else Place(place, tuple(map(str, entries))))
+    spare = place is None and len(hyper.get("param_names") or ()) == len(names)
+    kept = {k: v for k, v in hyper.items() if k != "params" and not (k == "param_names" and spare)}
     group = Group(list(names), _json(kept, optimizer, f"{optimizer.path}.param_groups", contents))
     plain: dict[str, dict[str, Any]] = {}
-    for name, states in zip(names, of, strict=True):
+    for name, entry, states in zip(names, entries, of, strict=True):
         for state, value in states.items():
-            if isinstance(value, StoredTensor):
-                contents.add_whole(name, str(state), optimizer.file, value)
-            else:
+            if not isinstance(value, StoredTensor):
                 plain.setdefault(str(state), {})[name] = _json(value, optimizer, f"{name}.{state}", contents)
+                continue
+            contents.add_whole(name, str(state), optimizer.file, value)
+            if place is not None:
+                at = (*place, "state", IntKey(entry) if isinstance(entry, int) else entry, state)
+                contents.paths[Key(name, str(state))] = (at,)
     stateful = sum(map(bool, of))  # a parameter that never had a gradient has no state
     group.state = {
         state: next(iter(values.values())) if len(values) == stateful and all_equal(values) else values
@@ -370,7 +379,7 @@ def _json(value: Any, optimizer: Optimizer, path: str, contents: TensorIndex) ->
     def spill(where: str, tensor: StoredTensor) -> str:
         return contents.add_large(where, optimizer.file, tensor)
 
-    return to_json(value, read=optimizer.file.read, spill=spill, path=path)
+    return to_json(value, read=optimizer.file.read, spill=spill, path=path, tuples=optimizer.place is not None)
 
 
 def _check(optimizer: Optimizer, names: Sequence[Sequence[str]], shapes: Mapping[str, Any]) -> None:

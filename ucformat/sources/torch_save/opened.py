@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError
-from ucformat.reading.readable import CheckpointMetadata
+from ucformat.geometry.tensor import Key
+from ucformat.reading.readable import CheckpointMetadata, IntKey
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import check_index, check_shards, present_shards, read_weight_map
 from ucformat.sources.pickle.file import TorchFile, TorchZip
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Key
-    from ucformat.reading.readable import FileRecord
+    from ucformat.geometry.tensor import Extent
+    from ucformat.reading.readable import FileRecord, StatePath
     from ucformat.storage.base import Store
 
 __all__ = ["OpenTorchSave", "Parts"]
@@ -38,10 +39,14 @@ _REMOVED = object()
 
 @dataclass(slots=True)
 class Parts:
-    """The state dicts of a file by path (`""`: the whole file), and everything else in `rest`."""
+    """The state dicts of a file by path (`""`: the whole file), and everything else in `rest`.
+
+    `places` has the same paths with keys and positions; None if a key is neither text nor an integer.
+    """
 
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
     optimizers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    places: dict[str, StatePath | None] = field(default_factory=dict)
     rest: Any = None
 
     @property
@@ -78,12 +83,12 @@ def _find_parts(value: Any) -> Parts:
     """Split the value of a file into state dicts and the rest."""
     parts = Parts()
     walk = _Walk(parts)
-    rest = walk.prune(value, "", 0)
+    rest = walk.prune(value, "", (), 0)
     parts.rest = {} if rest is _REMOVED else rest
     if not parts.modules and isinstance(value, dict):  # tensors among too many values to be recognised as a state dict
         own = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, StoredTensor)}
         if _is_module(own):
-            parts.modules[""] = own
+            parts.modules[""], parts.places[""] = own, ()
             parts.rest = {k: v for k, v in parts.rest.items() if k not in own}
     return parts
 
@@ -94,7 +99,7 @@ class _Walk:
     def __init__(self, parts: Parts) -> None:
         self.parts, self.nodes = parts, 0
 
-    def prune(self, value: Any, path: str, depth: int) -> Any:
+    def prune(self, value: Any, path: str, place: StatePath | None, depth: int) -> Any:
         """The value without the state dicts in it; `_REMOVED` if nothing of it is left."""
         if not isinstance(value, dict | list):
             return value
@@ -103,25 +108,39 @@ class _Walk:
             raise UnsupportedError("the file holds too many values to be a checkpoint")
         if isinstance(value, dict) and is_optimizer(value):
             self.parts.optimizers[path or "optimizer"] = value
+            self.parts.places[path or "optimizer"] = place
             return self._left({k: v for k, v in value.items() if k not in ("state", "param_groups")})
         if isinstance(value, dict) and _is_module(value):
             self.parts.modules[path] = {k: v for k, v in value.items() if isinstance(v, StoredTensor)}
+            self.parts.places[path] = place
             return self._left({k: v for k, v in value.items() if not isinstance(v, StoredTensor)})
         if depth == _MAX_DEPTH:
             return value
         if isinstance(value, list):
             items: list[Any] = [
-                self.prune(v, f"{path}.{i}" if path else str(i), depth + 1) for i, v in enumerate(value)
+                self.prune(v, _joined(path, i), None if place is None else (*place, i), depth + 1)
+                for i, v in enumerate(value)
             ]
             taken = items and all(v is _REMOVED for v in items)
             return _REMOVED if taken else [None if v is _REMOVED else v for v in items]
-        found = {k: self.prune(v, f"{path}.{k}" if path else str(k), depth + 1) for k, v in value.items()}
+        found = {k: self.prune(v, _joined(path, k), _below(place, k), depth + 1) for k, v in value.items()}
         left = {k: v for k, v in found.items() if v is not _REMOVED}
         return left if left or not found else _REMOVED
 
     @staticmethod
     def _left(rest: dict[Any, Any]) -> Any:
         return rest or _REMOVED
+
+
+def _joined(path: str, part: object) -> str:
+    return f"{path}.{part}" if path else str(part)
+
+
+def _below(place: StatePath | None, key: Any) -> StatePath | None:
+    """The place of an item of a dictionary."""
+    if place is None or type(key) not in (str, int):
+        return None
+    return (*place, IntKey(key) if isinstance(key, int) else key)
 
 
 _STEPS = ("global_step", "step", "iteration")
@@ -151,13 +170,14 @@ class OpenTorchSave:
         engine, step = {"name": "pytorch"}, None
         if len(files) > 1 or index is not None:
             for file in files:
-                aliases |= _add_module(_flat(file), "", file, self.contents)
+                aliases |= _add_module(_flat(file), "", (), file, self.contents)
         else:
             (file,) = files
             parts = _parts(file)
             stored: dict[StoredTensor, str] = {}
             for path, prefix in parts.prefixes():
-                aliases |= _add_module(parts.modules[path], prefix, file, self.contents, stored)
+                place = parts.places[path]
+                aliases |= _add_module(parts.modules[path], prefix, place, file, self.contents, stored)
             objects |= self._values(file, parts, groups)
             engine, step = _engine(file.value), _step(file.value)
         self.metadata = CheckpointMetadata(
@@ -166,6 +186,8 @@ class OpenTorchSave:
             objects=objects,
             assets=tuple(assets),
             groups=tuple(group.json() for group in self.contents.groups),
+            paths=self.contents.paths,
+            places=tuple(self.contents.places),
             step=step,
             engine=engine,
             files=tuple(([index] if index else []) + self._keys),
@@ -181,14 +203,14 @@ class OpenTorchSave:
         ]
         unnamed = []
         for path, value in parts.optimizers.items():
-            optimizer = Optimizer.parse(value, path, file)
+            optimizer = Optimizer.parse(value, path, file, parts.places[path])
             if not add_optimizer(optimizer, modules, self.contents, groups.get(path)):
                 unnamed.append(path)
 
         def spill(path: str, tensor: StoredTensor) -> str:
             return self.contents.add_large(path, file, tensor)
 
-        objects = to_json(parts.rest, read=file.read, spill=spill)
+        objects = to_json(parts.rest, read=file.read, spill=spill, tuples=True)
         if not isinstance(objects, dict) or "$dict" in objects:
             objects = {"value": objects}
         return {**objects, **({"unnamed": unnamed} if unnamed else {})}
@@ -221,6 +243,7 @@ def _open_shards(
 def _add_module(
     tensors: Mapping[str, StoredTensor],
     prefix: str,
+    place: StatePath | None,
     file: TorchFile,
     contents: TensorIndex,
     stored: dict[StoredTensor, str] | None = None,
@@ -230,6 +253,7 @@ def _add_module(
     Args:
         tensors: the tensors by name.
         prefix: of all names.
+        place: the path of the state dict in the file's value, if it is known.
         file: the file.
         contents: the tensors found so far.
         stored: the name of each tensor of this file added before; updated.
@@ -244,6 +268,9 @@ def _add_module(
             aliases[prefix + name] = first[tensor]
         else:
             contents.add_whole(prefix + name, "weight", file, tensor)
+        if place is not None:
+            key = Key(aliases.get(prefix + name, prefix + name), "weight")
+            contents.paths[key] = (*contents.paths.get(key, ()), (*place, name))
     return aliases
 
 
