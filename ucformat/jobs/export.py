@@ -4,7 +4,8 @@
     2. The tasks write all files but those without which no tool takes the folder for a checkpoint.
     3. When these are durable, the others are written, and the folder `ucformat-export` is removed.
 
-An interrupted export is continued by the same call. Whatever else is at the destination is refused.
+An interrupted export is continued by the same call. Whatever else is at the destination is refused, except beside a
+target that is a single file.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from os import PathLike
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotACheckpoint, NotFinished, UcformatError, UsageError
-from ucformat.exporters import make_exporter
+from ucformat.exporters import EXPORTERS, make_exporter
 from ucformat.jobs.batches import How, record_all
 from ucformat.jobs.export_files import ExportJob
 from ucformat.jobs.export_place import begin_export, end_export, give_up_export
@@ -85,7 +86,8 @@ def export(
 
     Args:
         src: a checkpoint, or its path, url or reference; through `Checkpoint.view` with other names and shapes.
-        dst: path or url of an empty or missing folder.
+        dst: path or url of an empty or missing folder; or of a file, if it has an ending of the format (`model.pt`):
+            other files in its folder do not matter.
         kind: the format: one of `ucformat.exporters.EXPORTERS`.
         states: the states to export (default: of formats that hold weights alone, each tensor's weight, or its master
             where only that is stored; of others all).
@@ -111,6 +113,10 @@ def export(
         NotFinished: another process is to finish (`on`).
     """
     where = Where.parse(on)
+    if isinstance(dst, str | PathLike) and (named := _file_named(fspath(dst), kind)) is not None:
+        if "name" in options:
+            raise UsageError(f"{fspath(dst)} is the file, so it has no other name", hint="leave out the option name")
+        dst, options["name"] = named
     source, infos, exporter = _prepared(src, kind, states, cast, options)
     if like is not None:
         _compare(source, infos, like if isinstance(like, Checkpoint) else open_reference(like))
@@ -125,10 +131,18 @@ def export(
             raise
         if not finished:
             raise NotFinished(f"this part of {store.url} is written; another process finishes it")
-    _record(source, store.url, infos)
+    _record(source, job.url, infos)
     target = job.target
     nbytes = sum(f.nbytes for f in target.files)
-    return Exported(store.url, len(target.files), nbytes, len(infos), target.left_out, verify and not job.bare)
+    return Exported(job.url, len(target.files), nbytes, len(infos), target.left_out, verify and not job.bare)
+
+
+def _file_named(dst: str, kind: str) -> tuple[str, str] | None:
+    """The folder and the name of the file that a destination is; None if it is a folder."""
+    folder, slash, name = dst.rpartition("/")
+    if kind not in EXPORTERS or not name.lower().endswith(EXPORTERS[kind].endings or ("/",)):
+        return None
+    return (folder + slash if slash and (not folder or folder.endswith("/")) else folder or "."), name
 
 
 def _run(job: ExportJob, where: Where, workers: int | None, progress: Callable[[int, int], None] | None) -> bool:

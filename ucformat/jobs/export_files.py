@@ -97,6 +97,11 @@ class ExportJob(RecordedJob):
         super().__exit__(kind)
 
     @property
+    def url(self) -> str:
+        """The url of the target: of its folder or, if it is one, of its file."""
+        return f"{self.store.url}/{self.target.files[0].key}" if self.exporter.one_file else self.store.url
+
+    @property
     def records(self) -> str:
         """See RecordedJob."""
         return f"{FOLDER}/{self.attempt}/finished"

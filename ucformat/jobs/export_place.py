@@ -82,6 +82,8 @@ def _in_the_way(store: Store, job: ExportJob, *, overwrite: bool) -> list[str]:
     Raises:
         Conflict: they may not.
     """
+    if job.exporter.one_file:
+        return _file_in_the_way(job, overwrite=overwrite)
     there = [info.key for info in store.list()]
     if not there:
         return []
@@ -115,6 +117,37 @@ def _in_the_way(store: Store, job: ExportJob, *, overwrite: bool) -> list[str]:
     return sorted(there)
 
 
+def _file_in_the_way(job: ExportJob, *, overwrite: bool) -> list[str]:
+    """The same for a target that is a file, beside which there may be others."""
+    key = job.target.files[0].key
+    if exists(job.store, MANIFEST):
+        raise Conflict(
+            f"{job.store.url} holds a universal checkpoint, in which an export writes nothing",
+            hint="choose another place",
+        )
+    if not exists(job.store, key):
+        return []
+    if not overwrite:
+        raise Conflict(f"{job.url} exists", hint="choose another name, or pass overwrite=True (--overwrite)")
+    source = job.source
+    if same_url(job.url) in {same_url(f"{source.store.url}/{file}") for file in source.metadata.files}:
+        raise Conflict(f"{job.url} is a file of the source of the export", hint="choose another name")
+    try:
+        found = open_checkpoint(job.url)
+    except UcformatError:  # any file may be replaced that the user names
+        return [key]
+    _check_unprotected(job.url, found.id)
+    return [key]
+
+
+def _check_unprotected(url: str, checkpoint: str) -> None:
+    if reasons := protections_of(url, checkpoint):
+        raise Conflict(
+            f"the checkpoint at {url} is not replaced: {'; '.join(reasons)}",
+            hint="choose another place, or remove the protections (docs/retention.md)",
+        )
+
+
 def _checkpoint_files(store: Store, job: ExportJob) -> set[str]:
     """The files of the foreign checkpoint at the destination.
 
@@ -127,11 +160,7 @@ def _checkpoint_files(store: Store, job: ExportJob) -> set[str]:
         return set()
     if same_url(found.home) in (same_url(job.source.url), same_url(job.source.home)):
         raise Conflict(f"{found.home} is the source of the export", hint="choose another place")
-    if reasons := protections_of(store.url, found.id):
-        raise Conflict(
-            f"the checkpoint at {store.url} is not replaced: {'; '.join(reasons)}",
-            hint="choose another place, or remove the protections (docs/retention.md)",
-        )
+    _check_unprotected(store.url, found.id)
     return {*found.metadata.files, *found.metadata.assets, *TRACKERS, CATALOG_DOCUMENT}
 
 
@@ -151,6 +180,10 @@ def end_export(job: ExportJob) -> None:
     Args:
         job: the export.
     """
-    job.store.delete_prefix(FOLDER)
+    if job.exporter.one_file:  # other exports may be writing beside it
+        job.store.delete_prefix(f"{FOLDER}/{job.attempt}")
+        job.store.prune(FOLDER)
+    else:
+        job.store.delete_prefix(FOLDER)
     job.store.flush()
     job.store.sweep()
