@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UsageError
 from ucformat.exporters.numpy_files import NpyExporter, NpzExporter
+from ucformat.exporters.orbax import OrbaxExporter
 from ucformat.exporters.safetensors import SafetensorsExporter
 from ucformat.exporters.torch_save import TorchExporter
 
@@ -16,7 +17,7 @@ __all__ = ["EXPORTERS", "make_exporter"]
 
 #: All exporters, by kind.
 EXPORTERS: dict[str, type[Exporter]] = {
-    e.kind: e for e in (NpyExporter, NpzExporter, SafetensorsExporter, TorchExporter)
+    e.kind: e for e in (NpyExporter, NpzExporter, OrbaxExporter, SafetensorsExporter, TorchExporter)
 }
 
 

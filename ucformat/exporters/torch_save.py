@@ -1,4 +1,4 @@
-"""One file of `torch.save`, which `torch.load(…, weights_only=True)` reads: weights by name, or a whole nested state."""
+"""One file of `torch.save`, which `torch.load(…, weights_only=True)` reads: weights by name, or a nested state."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.tensor import TensorInfo, TensorList
-from ucformat.reading.readable import CheckpointMetadata
+from ucformat.reading.readable import CheckpointMetadata, path_to_json
 from ucformat.sources.index import unknown_tensor
 from ucformat.sources.orbax.folder import CHECKPOINT, Step
-from ucformat.sources.orbax.tree import Item, scalar_json, tensor_keys
+from ucformat.sources.orbax.tree import NAMES, Item, scalar_json, tensor_keys
 from ucformat.sources.values import to_json
 from ucformat.sources.zarr.chunks import Chunks
 from ucformat.sources.zarr.values import DecodedStore, read_json
@@ -57,6 +57,8 @@ class OpenOrbax:
         )
         self.store: Store = DecodedStore(store, self._chunks)
         keys = tensor_keys({path: array.shape for path, array in arrays.items()})
+        for item in items:
+            keys |= item.noted_keys()
         _check_names(store, keys.values())
         self._arrays = {keys[path]: array for path, array in arrays.items()}
         numbers = {".".join(p): scalar_json(".".join(p), a, self._read(a)) for p, a in scalars.items()}
@@ -69,6 +71,7 @@ class OpenOrbax:
                 tuple(TensorInfo(*k, self._arrays[k].dtype, self._arrays[k].shape) for k in self._order())
             ),
             objects=objects,
+            paths={keys[i.path_of(leaf)]: (i.state_path(leaf),) for i in items for leaf in i.tree.arrays},
             assets=tuple(key for key in step.others if key.rpartition("/")[2] not in (*_OWN, *_JSON)),
             step=self._step(numbers, step),
             layout={"ocdbt": any(i.ocdbt for i in items), "zarr3": any(i.tree.zarr3 for i in items)},
@@ -111,9 +114,14 @@ class OpenOrbax:
             if isinstance(document, dict):
                 self._check_items(below, document.get("item_handlers"), files)
                 out |= {k: to_json(document[k]) for k in ("metrics", "custom_metadata") if document.get(k)}
-        custom = {name: i.tree.custom for name, i in zip(step.trees, items, strict=True) if i.tree.custom}
+        custom = {
+            name: own for name, i in zip(step.trees, items, strict=True) if (own := _without_notes(i.tree.custom))
+        }
         if custom:
             out["trees"] = to_json(custom)
+        others = [(item.state_path(leaf), leaf.kind) for item in items for leaf in item.others()]
+        if others:
+            out["leaves"] = [[path_to_json(path), kind] for path, kind in others]
         if keys := {name: kind for item in items for name, kind in item.random_keys().items()}:
             out["random_keys"] = keys
         for key in step.others:
@@ -140,6 +148,11 @@ class OpenOrbax:
     def records(self) -> Iterator[FileRecord]:
         """None: Orbax has no checksums of data."""
         yield from ()
+
+
+def _without_notes(custom: Any) -> Any:
+    """The custom metadata of a tree, without what ucformat noted in it."""
+    return {k: v for k, v in custom.items() if k != NAMES} if isinstance(custom, dict) else custom
 
 
 def _check_names(store: Store, keys: Any) -> None:

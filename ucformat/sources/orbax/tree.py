@@ -24,22 +24,30 @@ from ucformat.storage.base import ByteRange
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from ucformat.reading.readable import StatePath
     from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
-__all__ = ["Item", "Leaf", "Tree", "scalar_json", "tensor_keys"]
+__all__ = ["NAMES", "STRINGS", "Item", "Leaf", "Tree", "scalar_json", "tensor_keys"]
+
+#: In the custom metadata of a tree that ucformat wrote: name and state of each tensor whose path says another.
+NAMES = "ucformat"
+#: The file with the leaves that are text.
+STRINGS = "_strings.json"
 
 #: Kinds of leaves without data: empty parts of the tree.
 _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
+_SEQUENCE, _MAX_DIGITS = 1, 9  # the type of keys that are positions; digits of one
 _ARRAYS = frozenset({"jax.Array", "np.ndarray"})
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A leaf: its path from the root, and its type (an array, `scalar` or `string`)."""
+    """A leaf: its path from the root, its type (an array, `scalar` or `string`), and its path with positions."""
 
     path: tuple[str, ...]
     kind: str
+    at: StatePath
 
     @property
     def name(self) -> str:
@@ -54,6 +62,7 @@ class Tree:
     arrays: tuple[Leaf, ...]
     scalars: tuple[Leaf, ...]
     strings: tuple[Leaf, ...]
+    empty: tuple[Leaf, ...]  # parts of the tree without data
     zarr3: bool | None  # None: not recorded
     stores_fill: bool  # whether chunks with nothing but the fill value are stored like all others
     custom: Any
@@ -64,13 +73,14 @@ def _parse_tree(where: str, doc: Any) -> Tree:
     entries = doc.get("tree_metadata") if isinstance(doc, dict) else None
     if not isinstance(entries, dict):
         raise IntegrityError(f"{where} does not describe a tree")
-    found: dict[str, list[Leaf]] = {"arrays": [], "scalars": [], "strings": []}
+    found: dict[str, list[Leaf]] = {"arrays": [], "scalars": [], "strings": [], "empty": []}
     names: set[str] = set()
     for key, entry in entries.items():
-        path, kind, skipped = _leaf(f"{where}: {key[:200]}", entry)
+        leaf, skipped = _leaf(f"{where}: {key[:200]}", entry)
+        kind = leaf.kind
         if kind in _EMPTY:
+            found["empty"].append(leaf)
             continue
-        leaf = Leaf(path, kind)
         if skipped:
             raise UnsupportedError(
                 f"{where}: {leaf.name} ({kind}) is not an array of its own: an old version of Orbax put it into the "
@@ -97,14 +107,15 @@ def _parse_tree(where: str, doc: Any) -> Tree:
         tuple(found["arrays"]),
         tuple(found["scalars"]),
         tuple(found["strings"]),
+        tuple(found["empty"]),
         zarr3 if isinstance(zarr3, bool) else None,
         doc.get("store_array_data_equal_to_fill_value") is True,
         doc.get("custom_metadata"),
     )
 
 
-def _leaf(where: str, entry: Any) -> tuple[tuple[str, ...], str, bool]:
-    """Path, type, and whether the value is stored elsewhere."""
+def _leaf(where: str, entry: Any) -> tuple[Leaf, bool]:
+    """A leaf, and whether the value is stored elsewhere."""
     keys = entry.get("key_metadata") if isinstance(entry, dict) else None
     value = entry.get("value_metadata") if isinstance(entry, dict) else None
     if (
@@ -114,11 +125,18 @@ def _leaf(where: str, entry: Any) -> tuple[tuple[str, ...], str, bool]:
         or not isinstance(value.get("value_type"), str)
     ):
         raise IntegrityError(f"{where} is not described as a leaf of a tree")
-    return tuple(str(k["key"]) for k in keys), value["value_type"], value.get("skip_deserialize") is True
+    at = tuple(int(k["key"]) if _is_position(k) else str(k["key"]) for k in keys)
+    leaf = Leaf(tuple(str(k["key"]) for k in keys), value["value_type"], at)
+    return leaf, value.get("skip_deserialize") is True
+
+
+def _is_position(key: Mapping[str, Any]) -> bool:
+    """Whether a key is a position in a list or tuple."""
+    text = str(key["key"])
+    return key.get("key_type") == _SEQUENCE and text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
 _UNNAMED = ("checkpoint",)  # the path of an array that is an item of its own: it gets the name of the item
-_STRINGS = "_strings.json"
 _METADATA = {".zarray": parse_v2, "zarr.json": parse_v3}
 _PLAIN = {"bool": "?", "int64": "<q", "float64": "<d"}  # dtypes of Python's own numbers
 
@@ -155,6 +173,40 @@ class Item:
         self.arrays = {self._paths[leaf]: self._array(leaf) for leaf in self.tree.arrays}
         self.scalars = {self._paths[leaf]: self._array(leaf) for leaf in self.tree.scalars}
 
+        self._first = first
+
+    def path_of(self, leaf: Leaf) -> tuple[str, ...]:
+        """The path of a leaf in the checkpoint, as text.
+
+        Args:
+            leaf: the leaf.
+        """
+        return self._paths[leaf]
+
+    def others(self) -> tuple[Leaf, ...]:
+        """The leaves that are no arrays, empty parts of the tree included."""
+        return self.tree.scalars + self.tree.strings + self.tree.empty
+
+    def state_path(self, leaf: Leaf) -> StatePath:
+        """The path of a leaf in the checkpoint, with positions in lists.
+
+        Args:
+            leaf: the leaf.
+        """
+        return self._paths[leaf] if self._paths.get(leaf) == self._first else (*self._first, *leaf.at)
+
+    def noted_keys(self) -> dict[tuple[str, ...], Key]:
+        """The name and state of tensors that were noted when ucformat wrote the tree, by path."""
+        noted = self.tree.custom.get(NAMES) if isinstance(self.tree.custom, dict) and not self._first else None
+        if not isinstance(noted, dict):
+            return {}
+        found = {leaf.path: noted.get(leaf.name) for leaf in self.tree.arrays}
+        return {
+            path: Key(*key)
+            for path, key in found.items()
+            if isinstance(key, list) and len(key) == 2 and all(isinstance(part, str) for part in key)
+        }
+
     def _leaves(self) -> tuple[Leaf, ...]:
         return self.tree.arrays + self.tree.scalars + self.tree.strings
 
@@ -177,7 +229,7 @@ class Item:
         """The leaves that are text."""
         if not self.tree.strings:
             return {}
-        key = self._below + _STRINGS
+        key = self._below + STRINGS
         if key not in self._files:
             raise MissingData(f"{self._store.url}/{key} is missing: it contains {self.tree.strings[0].name}")
         texts = read_json(self._store, self._files, key)

@@ -17,6 +17,7 @@ from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.schema import ITEMSIZE
 
 __all__ = [
+    "V2_DTYPES",
     "Array",
     "Codec",
     "Raw",
@@ -181,7 +182,7 @@ def _sharding_of(codecs: tuple[Codec, ...]) -> Sharding | None:
 _MAX_DIMS = 32  # TensorStore's
 _MAX_BYTES = 1 << 62  # of an array or a chunk: what strides and offsets can represent
 _V2_DTYPE = re.compile(r"([<>|])([biufc]\d{1,2})")
-_V2_DTYPES = {
+V2_DTYPES = {
     "b1": "bool", "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64", "u1": "uint8", "u2": "uint16",
     "u4": "uint32", "u8": "uint64", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64",
     "c16": "complex128",
@@ -382,7 +383,7 @@ def _v2_dtype(where: str, dtype: Any) -> tuple[str, str]:
         if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):  # as TensorStore spells them
             return dtype, "little"
         m = _V2_DTYPE.fullmatch(dtype)
-        name = _V2_DTYPES.get(m[2]) if m else None
+        name = V2_DTYPES.get(m[2]) if m else None
         if m and name and (m[1] != "|" or ITEMSIZE[name] == 1):
             return name, "big" if m[1] == ">" else "little"
     raise _unknown_dtype(where, dtype)
