@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ENGINE := .engines/deepspeed/.installed
+ORBAX := .engines/orbax/.installed
 # Tests start thousands of processes, which would compile the package anew where Python may not write bytecode itself.
 COMPILE := $(BIN)/python -m compileall -q ucformat
 # The two environments are made side by side, and what is ready is checked meanwhile.
@@ -22,7 +23,11 @@ $(ENGINE): tests/engines/install_deepspeed.sh pyproject.toml constraints.txt
 	PYTHON=$(PYTHON) bash tests/engines/install_deepspeed.sh
 	touch $@
 
-engines: $(ENGINE)
+$(ORBAX): tests/engines/install_orbax.sh
+	PYTHON=$(PYTHON) bash tests/engines/install_orbax.sh
+	touch $@
+
+engines: $(ENGINE) $(ORBAX)
 
 ## demo: train with DeepSpeed ZeRO-3, convert, read slices under other layouts, compare
 demo: $(STAMP) $(ENGINE)
@@ -40,7 +45,7 @@ test: check $(ENGINE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not matrix"
 
 ## test-all: the full matrices too
-test-all: check $(ENGINE)
+test-all: check $(ENGINE) $(ORBAX)
 	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=explore
 

@@ -82,15 +82,16 @@ def test_files_without_compression_are_read_in_place() -> None:
 
 def test_numbers_and_texts_are_objects_and_random_keys_are_told() -> None:
     ck = made("ocdbt_zarr2").open()
-    assert dict(ck.objects) == {
-        "step": 3,
-        "lr": 1e-3,
-        "name": "odd sizes",
-        "orbax": {"random_keys": {"rng": "threefry2x32"}},
-    }
+    orbax = ck.objects["orbax"]
+    assert dict(ck.objects) == {"step": 3, "lr": 1e-3, "name": "odd sizes", "orbax": orbax}
+    assert orbax["random_keys"] == {"rng": "threefry2x32"}
+    assert [["step"], "scalar"] in orbax["leaves"]
+    assert [["opt_state", 0], "None"] in orbax["leaves"]
+    assert [["empty"], "Dict"] in orbax["leaves"]
     assert ck["opt_state.1.0.count"][...] == 3
     assert ck["rng"].dtype == np.uint32
     assert ck.states("params.layers.0.w") == ["weight", "mu", "nu"]
+    assert ck.metadata.paths["params.layers.0.w", "mu"] == (("opt_state", 1, 0, "mu", "layers", 0, "w"),)
 
 
 def test_items_are_prefixes_and_json_items_are_objects() -> None:

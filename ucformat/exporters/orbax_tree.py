@@ -143,6 +143,8 @@ class _Values:
             value = from_json(value)
         if isinstance(value, np.ndarray):
             return Leaf(path, kind or "np.ndarray", Array(value.dtype.name, value.shape, value.tobytes()))
+        if type(value) is bool:
+            return Leaf(path, "scalar", Array("bool", (), bytes([value])))
         if isinstance(value, float) or (type(value) is int and -(1 << 63) <= value < 1 << 63):
             number = np.asarray(value, "<f8" if isinstance(value, float) else "<i8")
             return Leaf(path, "scalar", Array(number.dtype.name, (), number.tobytes()))

@@ -16,7 +16,7 @@ from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import from_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -82,22 +82,43 @@ def nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves
     build.values()
     recorded = source.metadata.paths
     known = any(info.key in recorded for info in infos)
+    groups = source.metadata.groups
+    places: Sequence[Place | None] = source.metadata.places
+    if not places:
+        places = [None if known else Place((_OPTIM,), tuple(g["params"])) for g in groups]
+    numbered = {(*p.path, _STATE) for p in places if p is not None and _is_numbered(p)}
+    further: list[tuple[StatePath, Key]] = []  # of tied tensors: last, as modules mostly have them
     for info in infos:
-        for path in recorded.get(info.key, ()) if known else _usual_paths(source, info):
-            build.put(path, build.tensor(info.key))
+        for number, path in enumerate(recorded.get(info.key, ()) if known else _usual_paths(source, info)):
+            if number:
+                further.append((path, info.key))
+            else:
+                build.put(_with_number(path, numbered), build.tensor(info.key))
+    for path, key in further:
+        build.put(path, build.tensor(key))
     if lost := [str(info.key) for info in infos if info.key not in build.placed]:
         more = f" and {len(lost) - _MAX_NAMED:,} more" if len(lost) > _MAX_NAMED else ""
         raise UnsupportedError(
             f"{source.url} records no path in the program's state for {', '.join(lost[:_MAX_NAMED])}{more}",
             hint="export without --nested, or choose the states that have one: --state",
         )
-    places: Sequence[Place | None] = source.metadata.places
-    groups = source.metadata.groups
-    if not places:
-        places = [None if known else Place((_OPTIM,), tuple(g["params"])) for g in groups]
     for group, place in zip(groups, places, strict=True):
         build.group(group, place)
     return _finished(build.root), tuple(build.left)
+
+
+def _is_numbered(place: Place) -> bool:
+    """Whether an optimizer numbers its parameters."""
+    return all(name.isdecimal() for name in place.names)
+
+
+def _with_number(path: StatePath, numbered: Collection[StatePath]) -> StatePath:
+    """The path of a state of an optimizer that numbers its parameters, where DCP made texts of the numbers."""
+    for at in range(1, len(path)):
+        part = path[at]
+        if isinstance(part, str) and part.isdecimal() and path[:at] in numbered:
+            return (*path[:at], IntKey(part), *path[at + 1 :])
+    return path
 
 
 def _usual_paths(source: Checkpoint, info: TensorInfo) -> list[StatePath]:
@@ -192,8 +213,7 @@ class _Build:
             self.left.append(f"the hyper-parameters of {len(group['params']):,} parameters")
             return
         options = self.items([(k, v) for k, v in group.items() if k not in ("params", _STATE)], GROUPS)
-        numbered = all(name.isdecimal() for name in place.names)
-        keys = [IntKey(name) if numbered else name for name in place.names]
+        keys = [IntKey(name) if _is_numbered(place) else name for name in place.names]
         if place.flattened:
             for name, option in ((n, o) for n in place.names for o in options):
                 self.put((*place.path, f"{GROUPS}.{name}.{option}"), options[option])
@@ -212,7 +232,8 @@ class _Build:
         """The value at a path."""
         node = self.root
         for part in path:
-            if not isinstance(node, dict) or part not in node:
+            known = part < len(node) if isinstance(node, list) else isinstance(node, dict) and part in node
+            if not known:
                 return default
             node = node[part]
         return node

@@ -204,7 +204,7 @@ def _prepared(
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     infos = _chosen(source, None if states is None else as_strings(states), exporter)
     if cast is not None:
-        narrowed = _cast_steps(infos, cast)
+        narrowed = _cast_steps(infos, source.aliases, cast)
         keys = [info.key for info in infos]
         source = source.view(narrowed) if narrowed else source
         infos = [source.tensors[key] for key in keys]
@@ -267,15 +267,18 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def _cast_steps(infos: Sequence[TensorInfo], dtype: str) -> list[dict[str, Any]]:
-    """The steps of a view that casts floating-point tensors."""
+def _cast_steps(infos: Sequence[TensorInfo], aliases: Mapping[str, str], dtype: str) -> list[dict[str, Any]]:
+    """The steps of a view that casts floating-point tensors; tied names are tied to what is cast."""
     if dtype not in FLOATS or dtype.startswith("complex"):
         raise UsageError(f"tensors are not cast to {dtype!r}", hint="float32, bfloat16, float16, float64 or float8_…")
     names: dict[str, list[str]] = {}
     for info in infos:
         if info.dtype in FLOATS and info.dtype != dtype and not info.dtype.startswith("complex"):
             names.setdefault(info.state, []).append(f"/{re.escape(info.name)}/")
-    return [{"cast": found, "states": [state], "dtype": dtype} for state, found in names.items()]
+    steps = [{"cast": found, "states": [state], "dtype": dtype} for state, found in names.items()]
+    if not steps or not aliases:
+        return steps
+    return [{"drop": [f"/{re.escape(alias)}/" for alias in aliases]}, *steps, {"alias": dict(aliases)}]
 
 
 def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:

@@ -285,6 +285,11 @@ def _view_metadata(
             n: metadata.tensor_list.groups[e.param] for n, e in stored.items() if e.param in metadata.tensor_list.groups
         }
     infos = tuple(view.info for entry in stored.values() for view in entry.states.values())
-    return metadata.replace(
+    viewed = metadata.replace(
         tensor_list=TensorList(infos, numbers), aliases=aliases, groups=groups, means={}, paths={}, places=()
     )
+    if any(entry.param != name for name, entry in stored.items()) or aliases != metadata.aliases:
+        return viewed
+    kept = {i.key: metadata.paths[i.key] for i in infos if i.key in metadata.paths}  # names are what they were
+    same = [g["params"] for g in groups] == [g["params"] for g in metadata.groups]
+    return viewed.replace(paths=kept, places=metadata.places if same else ())
