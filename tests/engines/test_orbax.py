@@ -41,7 +41,7 @@ def restored(folder: Path, devices: int) -> dict[str, Any]:
     script = [str(engine("orbax")), "tests/engines/restore_orbax.py", str(folder), str(out)]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(out.read_text())
+    found: dict[str, dict[str, Any]] = json.loads(out.read_text())
     return found["leaves"] | found["typed"]
 
 
@@ -56,7 +56,7 @@ def check(ck: Checkpoint, found: dict[str, Any], paths: dict[Any, str]) -> None:
 
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("limits", [{}, {"max_chunk_bytes": 1000, "max_file_bytes": 5000}], ids=["whole", "cut"])
-def test_every_dtype_and_state(devices: int, limits: dict[str, int], tmp_path: Path) -> None:
+def test_every_dtype_and_state(devices: int, limits: dict[str, Any], tmp_path: Path) -> None:
     objects = {"flag": True, "n": 3, "x": 1.5, "text": "ü", "none": None, "deep": {"a": [1.5, {"b": 2}]}}
     source = opened(tmp_path / "s", ALL, objects=objects, aliases={"head.weight": "embed.weight"})
     export(source, tmp_path / "out", "orbax", **limits)

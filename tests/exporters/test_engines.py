@@ -83,7 +83,8 @@ def test_all_states_are_the_same_in_orbax(sample: str, tmp_path: Path) -> None:
     source = open_checkpoint(DATA / sample)
     expected = read_whole(source)
     convert(source, tmp_path / "universal")
-    for number, place in enumerate((source, tmp_path / "universal")):
-        export(place, tmp_path / f"out{number}", "orbax")
-        found = read_whole(open_checkpoint(tmp_path / f"out{number}"))
+    for place in (source, open_checkpoint(tmp_path / "universal")):
+        out = tmp_path / f"out-{place.kind}"
+        export(place, out, "orbax")
+        found = read_whole(open_checkpoint(out))
         assert {key: found[key] for key in expected} == expected

@@ -59,7 +59,7 @@ def test_a_tree_of_orbax_goes_back(name: str, *, between: bool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_chunk_bytes": 1000, "max_file_bytes": 5000}], ids=["whole", "cut"])
-def test_every_dtype_and_state(limits: dict[str, int], tmp_path: Path) -> None:
+def test_every_dtype_and_state(limits: dict[str, Any], tmp_path: Path) -> None:
     objects = {"flag": True, "n": 3, "nan": {"$float": "nan"}, "text": "ü", "none": None, "deep": {"a": [1.5, {}]}}
     source = opened(tmp_path / "s", ALL, objects=objects, aliases={"head.weight": "embed.weight"})
     done = export(source, tmp_path / "out", "orbax", **limits)

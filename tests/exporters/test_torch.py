@@ -50,7 +50,8 @@ def equal(a: Any, b: Any, path: str = "") -> None:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    data: bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
 
 
 def loaded(path: Path) -> Any:

@@ -27,7 +27,8 @@ def span(nbytes: int) -> Span:
 
 def joined(parts: Sequence[Part], spans: Sequence[bytes]) -> bytes:
     """What an executor would write, with this content of the spans."""
-    out, crcs, left = bytearray(), [], iter(spans)
+    out, left = bytearray(), iter(spans)
+    crcs: list[int] = []
     for part in parts:
         if isinstance(part, bytes):
             out += part
@@ -43,7 +44,7 @@ def joined(parts: Sequence[Part], spans: Sequence[bytes]) -> bytes:
     return bytes(out)
 
 
-names = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=40), unique=True)
+names = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40), unique=True)
 contents = st.lists(st.tuples(st.booleans(), st.binary(max_size=200)), max_size=4)
 
 

@@ -17,6 +17,7 @@ import ucformat
 from tests.sources.suite import Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsupportedError, UsageError
+from ucformat.geometry.tensor import Key
 from ucformat.sources.orbax import Orbax
 from ucformat.sources.orbax.tree import tensor_keys
 from ucformat.storage.local import LocalStore
@@ -91,7 +92,7 @@ def test_numbers_and_texts_are_objects_and_random_keys_are_told() -> None:
     assert ck["opt_state.1.0.count"][...] == 3
     assert ck["rng"].dtype == np.uint32
     assert ck.states("params.layers.0.w") == ["weight", "mu", "nu"]
-    assert ck.metadata.paths["params.layers.0.w", "mu"] == (("opt_state", 1, 0, "mu", "layers", 0, "w"),)
+    assert ck.metadata.paths[Key("params.layers.0.w", "mu")] == (("opt_state", 1, 0, "mu", "layers", 0, "w"),)
 
 
 def test_items_are_prefixes_and_json_items_are_objects() -> None:

@@ -142,7 +142,7 @@ class OrbaxExporter(Exporter):
             files.append(TargetFile.of(STRINGS, json.dumps(texts).encode()))
         if tree.random_keys:
             files.append(TargetFile.of("array_metadatas/process_0", _array_metadatas(tree.leaves, tree.random_keys)))
-        about = {
+        about: dict[str, Any] = {
             "item_handlers": _HANDLER,
             "metrics": {},
             "performance_metrics": {},

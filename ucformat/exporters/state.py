@@ -232,7 +232,10 @@ class _Build:
         """The value at a path."""
         node = self.root
         for part in path:
-            known = part < len(node) if isinstance(node, list) else isinstance(node, dict) and part in node
+            if isinstance(node, list):
+                known = isinstance(part, int) and part < len(node)
+            else:
+                known = isinstance(node, dict) and part in node
             if not known:
                 return default
             node = node[part]
