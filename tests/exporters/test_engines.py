@@ -87,4 +87,5 @@ def test_all_states_are_the_same_in_orbax(sample: str, tmp_path: Path) -> None:
         out = tmp_path / f"out-{place.kind}"
         export(place, out, "orbax")
         found = read_whole(open_checkpoint(out))
-        assert {key: found[key] for key in expected} == expected
+        placed = {key: data for key, data in expected.items() if not key[0].endswith(".padding")}
+        assert {key: found[key] for key in placed} == placed

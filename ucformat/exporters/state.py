@@ -86,14 +86,13 @@ def nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves
     places: Sequence[Place | None] = source.metadata.places
     if not places:
         places = [None if known else Place((_OPTIM,), tuple(g["params"])) for g in groups]
-    numbered = {(*p.path, _STATE) for p in places if p is not None and _is_numbered(p)}
     further: list[tuple[StatePath, Key]] = []  # of tied tensors: last, as modules mostly have them
     for info in infos:
         for number, path in enumerate(recorded.get(info.key, ()) if known else _usual_paths(source, info)):
             if number:
                 further.append((path, info.key))
             else:
-                build.put(_with_number(path, numbered), build.tensor(info.key))
+                build.put(build.numbered(path), build.tensor(info.key))
     for path, key in further:
         build.put(path, build.tensor(key))
     if lost := [str(info.key) for info in infos if info.key not in build.placed]:
@@ -103,22 +102,16 @@ def nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves
             hint="export without --nested, or choose the states that have one: --state",
         )
     for group, place in zip(groups, places, strict=True):
-        build.group(group, place)
-    return _finished(build.root), tuple(build.left)
+        if place is not None:
+            build.group(group, place)
+        elif not build.has_groups:
+            build.left.append(f"the hyper-parameters of {len(group['params']):,} parameters")
+    return _finished(build.root, build.lists), tuple(build.left)
 
 
 def _is_numbered(place: Place) -> bool:
     """Whether an optimizer numbers its parameters."""
     return all(name.isdecimal() for name in place.names)
-
-
-def _with_number(path: StatePath, numbered: Collection[StatePath]) -> StatePath:
-    """The path of a state of an optimizer that numbers its parameters, where DCP made texts of the numbers."""
-    for at in range(1, len(path)):
-        part = path[at]
-        if isinstance(part, str) and part.isdecimal() and path[:at] in numbered:
-            return (*path[:at], IntKey(part), *path[at + 1 :])
-    return path
 
 
 def _usual_paths(source: Checkpoint, info: TensorInfo) -> list[StatePath]:
@@ -135,6 +128,8 @@ class _Build:
         self.root: Any = {}
         self.placed: dict[Key, Any] = {}
         self.left: list[str] = []
+        self.lists: set[int] = set()  # dictionaries that are lists, of which the values have some items: by `id`
+        self.has_groups = False  # whether the values contain those of an optimizer
 
     def tensor(self, key: Key) -> Any:
         """The leaf of a tensor, the same for all its paths."""
@@ -179,6 +174,7 @@ class _Build:
     def items(self, items: list[tuple[Any, Any]], path: str) -> dict[Any, Any]:
         """A dictionary, without the items that cannot be written."""
         out = {}
+        self.has_groups |= any(key == GROUPS for key, _ in items)
         for key, value in items:
             try:
                 out[key] = self.decode(value, f"{path}.{key}" if path else str(key))
@@ -196,6 +192,8 @@ class _Build:
                 if after is None or node[part] is None:
                     node[part] = missing
             elif isinstance(node, dict):
+                if type(part) is int:
+                    self.lists.add(id(node))
                 if after is None:
                     node[part] = missing
                 else:
@@ -207,11 +205,16 @@ class _Build:
                 )
             node = node[part]
 
-    def group(self, group: Mapping[str, Any], place: Place | None) -> None:
+    def numbered(self, path: StatePath) -> StatePath:
+        """The path of a state of a parameter that its optimizer numbers, where DCP made a text of the number."""
+        if len(path) < 3 or path[-3] != _STATE or not (isinstance(path[-2], str) and path[-2].isdecimal()):
+            return path
+        groups = self.at((*path[:-3], GROUPS), [])
+        known = any(isinstance(g, dict) and int(path[-2]) in g.get("params", ()) for g in groups)
+        return (*path[:-2], IntKey(path[-2]), path[-1]) if known else path
+
+    def group(self, group: Mapping[str, Any], place: Place) -> None:
         """Put an optimizer group at its place."""
-        if place is None:
-            self.left.append(f"the hyper-parameters of {len(group['params']):,} parameters")
-            return
         options = self.items([(k, v) for k, v in group.items() if k not in ("params", _STATE)], GROUPS)
         keys = [IntKey(name) if _is_numbered(place) else name for name in place.names]
         if place.flattened:
@@ -242,11 +245,13 @@ class _Build:
         return node
 
 
-def _finished(value: Any) -> Any:
+def _finished(value: Any, lists: Collection[int]) -> Any:
     """The state with plain keys, and its tuples."""
+    if isinstance(value, dict) and id(value) in lists:
+        value = [value[i] for i in sorted(value)]
     if isinstance(value, list):
-        items = [_finished(v) for v in value]
+        items = [_finished(v, lists) for v in value]
         return tuple(items) if isinstance(value, _Tuple) else items
     if isinstance(value, dict):
-        return {int(k) if isinstance(k, IntKey) else k: _finished(v) for k, v in value.items()}
+        return {int(k) if isinstance(k, IntKey) else k: _finished(v, lists) for k, v in value.items()}
     return int(value) if isinstance(value, IntKey) else value
