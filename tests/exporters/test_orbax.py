@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tests.fakes import Arrays
 
 ALL: Arrays = ODD | {(f"m.{name}", "weight"): random_array((3, 5), name) for name in ITEMSIZE}
+ALL["padded", "weight"] = random_array((20, 37), "float32")  # whose chunks do not divide the last dim
 
 
 def opened(folder: Path, arrays: Arrays, **facts: Any) -> Checkpoint:
