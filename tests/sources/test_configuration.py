@@ -49,10 +49,11 @@ def test_values_that_are_no_json_become_plain(tmp_path: Path) -> None:
         "dtype": "bfloat16", "where": "/data", "seed": 3, "scale": "inf",
         "inner": {"a": [1, 2]}, "seen": [1, 2], "n": {"3": "c"},
     }  # fmt: skip
-    assert plain_config({"f": {"$class": "torch.relu"}, "e": {"$class": "a.Enum", "$args": ["x"]}}) == {
-        "f": "torch.relu",
-        "e": "x",
-    }
+    for given in (["x"], {"$tuple": ["x"]}):
+        assert plain_config({"f": {"$class": "torch.relu"}, "e": {"$class": "a.Enum", "$args": given}}) == {
+            "f": "torch.relu",
+            "e": "x",
+        }
     assert found.metrics == {"best_val_loss": 0.25}
 
 

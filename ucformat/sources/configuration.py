@@ -279,7 +279,7 @@ def _special(form: str, value: Mapping[str, Any], depth: int) -> Any:
             return _object(value, depth)
         case "$float" | "$dtype" | "$datetime" | "$path":
             return _plain(inner if isinstance(inner, str | int | float) else str(inner), depth)
-        case "$set" | "$slice":
+        case "$set" | "$slice" | "$tuple":
             return _plain(inner, depth)
         case "$dict":
             pairs = [(_plain(k, depth + 1), v) for k, v in inner]
@@ -292,7 +292,8 @@ def _special(form: str, value: Mapping[str, Any], depth: int) -> Any:
 
 def _object(value: Mapping[str, Any], depth: int) -> Any:
     """Simplify an object: a namespace or dataclass to its fields, a collection to its items, an enum to its value."""
-    state, items, args = value.get("$state"), value.get("$items"), value.get("$args")
+    parts = (value.get(key) for key in ("$state", "$items", "$args"))
+    state, items, args = (p["$tuple"] if isinstance(p, dict) and set(p) == {"$tuple"} else p for p in parts)
     if isinstance(state, dict) and "$class" not in state:
         return _fields({k: v for k, v in state.items() if not str(k).startswith("_")}, depth)
     if items is not None:
