@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ucformat.exporters.base import Span
 
-__all__ = ["ALLOWED", "Call", "Global", "SavedTensor", "Storage", "dump"]
+__all__ = ["ALLOWED", "Call", "Global", "Instance", "SavedTensor", "Storage", "dump"]
 
 
 class Global(NamedTuple):
@@ -36,6 +36,14 @@ class Call:
     function: Global
     args: tuple[Any, ...] = ()
     state: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """An instance of a class, made without `__init__`; `state` becomes its attributes, or `__setstate__` gets it."""
+
+    of: Global
+    state: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +147,11 @@ class _Writer:
                 if value.state is not None:
                     self.save(value.state)
                     out += b"b"
+            case Instance():
+                self._save_global(value.of)
+                out += b")\x81"
+                self.save(value.state)
+                out += b"b"
             case SavedTensor():
                 self._save_tensor(value)
             case Storage():
