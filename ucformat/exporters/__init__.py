@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UsageError
-from ucformat.exporters.numpy_files import NpyExporter, NpzExporter
-from ucformat.exporters.orbax import OrbaxExporter
-from ucformat.exporters.safetensors import SafetensorsExporter
-from ucformat.exporters.torch_save import TorchExporter
 
 if TYPE_CHECKING:
     from ucformat.exporters.base import Exporter
 
 __all__ = ["EXPORTERS", "make_exporter"]
 
-#: All exporters, by kind.
-EXPORTERS: dict[str, type[Exporter]] = {
-    e.kind: e for e in (NpyExporter, NpzExporter, OrbaxExporter, SafetensorsExporter, TorchExporter)
+
+class _Exporters(UserDict[str, "type[Exporter]"]):
+    """The class of each exporter, which is imported when it is asked for."""
+
+    def __getitem__(self, kind: str) -> type[Exporter]:
+        if kind not in self.data and kind in _HOMES:
+            module, _, name = _HOMES[kind].partition(":")
+            self.data[kind] = getattr(import_module(f"ucformat.exporters.{module}"), name)
+        return self.data[kind]
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self.data or kind in _HOMES
+
+
+_HOMES = {
+    "safetensors": "safetensors:SafetensorsExporter",
+    "dcp": "dcp:DcpExporter",
+    "torch": "torch_save:TorchExporter",
+    "orbax": "orbax:OrbaxExporter",
+    "npz": "numpy_files:NpzExporter",
+    "npy": "numpy_files:NpyExporter",
 }
+
+#: All exporters, by kind.
+EXPORTERS = _Exporters()
 
 
 def make_exporter(kind: str, **options: Any) -> Exporter:
@@ -32,5 +51,5 @@ def make_exporter(kind: str, **options: Any) -> Exporter:
         UsageError: there is no such kind, or it has no such option.
     """
     if kind not in EXPORTERS:
-        raise UsageError(f"there is no export to {kind!r}", hint=f"there are: {', '.join(EXPORTERS)}")
+        raise UsageError(f"there is no export to {kind!r}", hint=f"there are: {', '.join(_HOMES)}")
     return EXPORTERS[kind](**options)
