@@ -30,6 +30,7 @@ class _Exporters(UserDict[str, "type[Exporter]"]):
 _HOMES = {
     "safetensors": "safetensors:SafetensorsExporter",
     "dcp": "dcp:DcpExporter",
+    "megatron": "megatron:MegatronExporter",
     "torch": "torch_save:TorchExporter",
     "orbax": "orbax:OrbaxExporter",
     "npz": "numpy_files:NpzExporter",

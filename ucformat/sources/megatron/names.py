@@ -33,6 +33,7 @@ __all__ = [
     "bucket_of",
     "groups_by_rule",
     "is_expert",
+    "is_parameter",
     "local_name",
     "name_of",
     "orders_of",
@@ -178,6 +179,23 @@ _PARTS = {
         *("layer_norm_weight", "layer_norm_bias", "weight", "bias", "expert_bias", "gate_weight"),
     ))
 }  # fmt: skip
+
+
+#: Parts of layers of other models than GPT: of multi-token prediction, and of state-space models.
+_OTHER_PARTS = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mixer", "norm")
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a model of Megatron-Core may have a parameter of this name.
+
+    Args:
+        name: the name, with global numbers of layers and experts.
+    """
+    if match := LAYER.fullmatch(name):
+        part = match[3].split(".")[0]
+        return match[1].split(".")[0] in _TOP and (part in _PARTS or part in _OTHER_PARTS)
+    top, *rest = name.split(".")
+    return top in _TOP and bool(rest) and rest[0] in _PARTS and rest[0] != "layers"
 
 
 def _rank(name: str, *, grouped: bool) -> tuple[tuple[int, int, str], ...]:

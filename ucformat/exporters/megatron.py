@@ -1,0 +1,191 @@
+"""Megatron-Core's distributed checkpoints (`torch_dist`), with the optimizer in the format `fully_reshardable`.
+
+The destination is the folder of one iteration: a DCP checkpoint, `common.pt` with the values that all ranks share, and
+`metadata.json`, without which `dist_checkpointing` takes the folder for no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ucformat.errors import UnsupportedError
+from ucformat.exporters.base import Exporter, Target, TargetFile, left_out, option
+from ucformat.exporters.distcp import DistcpOptions, ItemFiles, TensorEntry, ValueEntry, save_id_of
+from ucformat.exporters.megatron_common import common_of, is_megatron, objects_of
+from ucformat.exporters.megatron_keys import OPTIMIZER, Parts, StackedKey, extra_states, keys_of, stacked_elements
+from ucformat.exporters.torch_file import torch_file
+from ucformat.geometry.tensor import Key
+from ucformat.sources.megatron.dist import COMMON
+from ucformat.sources.megatron.folder import CONFIG
+from ucformat.sources.megatron.names import is_expert
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import TensorInfo
+
+__all__ = ["MegatronExporter", "MegatronOptions"]
+
+_CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_MASTER = "param"  # the format's name of the fp32 copy
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronOptions(DistcpOptions):
+    """The options of `MegatronExporter`."""
+
+    expert_parallel: bool | None = option(
+        None,
+        "flag",
+        "whether the job that loads has expert parallelism, and so a second optimizer; as in Megatron's sources",
+    )
+    chained_prefix: bool | None = option(
+        None,
+        "flag",
+        "whether names of states have the prefix `chained_N.` of several optimizers; as in Megatron's sources",
+    )
+    local: bool | None = option(
+        None, "flag", "whether the model is of the local specification; by the names of the norms if not given"
+    )
+
+
+class MegatronExporter(Exporter):
+    """Plans the files of a distributed checkpoint of Megatron-Core."""
+
+    kind = "megatron"
+    title = "Megatron-Core (torch_dist)"
+    options_type = MegatronOptions
+
+    def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
+        """See Exporter."""
+        keys = keys_of(source, infos, self.options.local)
+        plan = _Tensors(source, infos, keys)
+        prefixes = self._prefixes(source, plan)
+        common = common_of(source, infos, trained=plan.trained, prefixes=prefixes)
+        objects, left = objects_of(source)
+        extra = extra_states(keys, source, objects)
+        entries = [*plan.weights(), *(ValueEntry(k, [v]) for k, v in (extra | objects).items()), *plan.states(prefixes)]
+        items = ItemFiles(entries, self.options)
+        config = TargetFile.of(CONFIG, json.dumps(_CONFIG).encode(), last=True)
+        metadata = items.metadata(None, save_id_of(source, infos, self.options))
+        rest = left_out(source, plan.kept, values=source.objects)
+        files = (*items.files(), torch_file(COMMON, common.values), metadata, config)
+        return Target(files, (*rest, *left, *common.left))
+
+    def _prefixes(self, source: Checkpoint, plan: _Tensors) -> dict[bool, str]:
+        """The prefix of an optimizer's states, by whether it trains experts; a single optimizer trains all."""
+        chained = self.options.expert_parallel
+        if chained is None:
+            chained = any(g.get("is_expert_parallel") for g in source.metadata.groups)
+        if not chained or not any(map(is_expert, plan.trained)):
+            return {False: ""}
+        prefixed = self.options.chained_prefix
+        if prefixed is None:
+            about = source.objects.get("content_metadata")
+            known = about.get("chained_optim_avoid_prefix") if isinstance(about, dict) else None
+            prefixed = is_megatron(source) and not known
+        return {False: "chained_0.", True: "chained_1."} if prefixed else {False: "", True: ""}
+
+
+class _Tensors:
+    """The tensors by the format's keys.
+
+    Attributes:
+        trained: the names of the parameters that have optimizer states.
+        kept: the tensors that have a place.
+    """
+
+    def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo], keys: dict[str, StackedKey]) -> None:
+        self._infos = {info.key: info for info in infos}
+        self._keys = keys
+        self.kept: list[TensorInfo] = []
+        self.trained: dict[str, None] = {}
+        #: The rows that pad a vocabulary, which are not among the tensors to export, by the tensor.
+        self._padding = {
+            key: (rows,)
+            for key, info in self._infos.items()
+            if (rows := source.tensors.get(key.padding)) is not None and rows.dtype == info.dtype
+        }
+        moments = [k for k in self._infos if k.state not in ("weight", "master", "step")]
+        shapes = {k.name: i.shape for k, i in self._infos.items() if k.state in ("weight", "master")}
+        self._states: dict[str, list[Key]] = {}
+        for key in moments:
+            if shapes.get(key.name) == self._infos[key].shape:
+                self.trained[key.name] = None
+                self._states.setdefault(key.state, []).append(key)
+        self._weights = {n: self._parameter(n, "weight", "master") for n in shapes}
+        self._masters = {n: self._parameter(n, "master", "weight") for n in self.trained}
+        lacking = [n for n, k in self._masters.items() if self._infos[k].dtype != "float32"]
+        if lacking:
+            raise UnsupportedError(
+                f"the optimizer of Megatron needs fp32 copies of the parameters, and {source.url} has none of "
+                f"{len(lacking):,}: {', '.join(lacking[:3])}{', …' if len(lacking) > 3 else ''}",
+                hint="export the weights alone (--state weight), or cast everything to float32 (--cast float32)",
+            )
+        used = {*self._weights.values(), *self._masters.values(), *(k for keys in self._states.values() for k in keys)}
+        used |= {Key(name, "step") for name in self.trained}
+        for key in used & self._infos.keys():
+            self.kept += (self._infos[key], *self._padding.get(key, ()))
+
+    def _parameter(self, name: str, *states: str) -> Key:
+        return next(k for s in states if (k := Key(name, s)) in self._infos)
+
+    def weights(self) -> Iterator[TensorEntry]:
+        """The model's entries."""
+        return self._stacked("", self._weights)
+
+    def states(self, prefixes: dict[bool, str]) -> Iterator[TensorEntry]:
+        """The optimizer's entries.
+
+        Args:
+            prefixes: of the names, by whether the parameter is an expert's.
+        """
+        by_state = {_MASTER: self._masters} | {s: {k.name: k for k in keys} for s, keys in self._states.items()}
+        for state, mine in by_state.items():
+            for experts in (False, True):
+                names = {n: k for n, k in mine.items() if (is_expert(n) and len(prefixes) > 1) is experts}
+                yield from self._stacked(f"{prefixes.get(experts, '')}{OPTIMIZER}.{state}.", names)
+
+    def _stacked(self, prefix: str, tensors: dict[str, Key]) -> Iterator[TensorEntry]:
+        """The entries of tensors by the names of their parameters; layers and experts of one kind are one entry."""
+        stacks: dict[str, dict[tuple[int, ...], Parts]] = {}
+        for name, key in tensors.items():
+            place = self._keys[name]
+            parts = (self._infos[key], *self._padding.get(key, ()))
+            stacks.setdefault(place.key, {})[place.index] = parts
+        for key, stack in stacks.items():
+            sizes = tuple(max(at) + 1 for at in zip(*stack, strict=True))
+            kinds = Counter((parts[0].dtype, _joined(parts)) for parts in stack.values())
+            (dtype, shape), _ = kinds.most_common(1)[0]
+            first = next(iter(stack.values()))[0]
+            odd = next((p[0] for p in stack.values() if (p[0].dtype, _joined(p)) != (dtype, shape)), None)
+            if odd is not None:
+                raise UnsupportedError(
+                    f"{odd.key} is {odd.dtype} of shape {list(odd.shape)}, and others of {key} are {dtype} of "
+                    f"{list(shape)}: Megatron stacks them in one tensor"
+                )
+            if len(stack) < math.prod(sizes):
+                raise UnsupportedError(
+                    f"{prefix}{key} of {len(stack):,} layers or experts is there, and {math.prod(sizes):,} are needed: "
+                    "Megatron stacks them in one tensor",
+                    hint="export the weights alone (--state weight) if only some of the parameters were trained",
+                )
+            elements = partial(stacked_elements, stack, len(sizes))
+            yield TensorEntry(prefix + key, dtype, (*sizes, *shape), elements, str(first.key), leading=len(sizes))
+
+
+def _joined(parts: Parts) -> tuple[int, ...]:
+    """The shape of a tensor with the rows that pad it."""
+    shape = parts[0].shape
+    return (sum(p.shape[0] for p in parts), *shape[1:]) if len(parts) > 1 else shape
