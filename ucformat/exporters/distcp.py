@@ -80,7 +80,7 @@ class TensorEntry:
         storage: returns the elements of a box of it, row-major.
         label: what it is in the source, for messages.
         leading: dims in which each chunk has one index.
-        whole: whether it is one item, of any size.
+        whole: whether its elements are known, and are one item of any size.
     """
 
     name: str
@@ -133,7 +133,7 @@ class ItemFiles:
         self._names: dict[str, list[str]] = {}
         for alias, name in (aliases or {}).items():
             self._names.setdefault(name, []).append(alias)
-        self._sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._sizes: dict[tuple[str, tuple[int, ...], bool], int] = {}
         self._files: list[list[_Item]] = []
         self._items: dict[str, list[_Item]] = {}
         nbytes = 0
@@ -173,10 +173,10 @@ class ItemFiles:
         )
 
     def _nbytes(self, entry: Entry, box: Box | None) -> int:
-        """The size of an item, which depends on the dtype and shape of a chunk alone."""
+        """The size of an item: the same for all chunks of a dtype and shape, if their elements are read."""
         if box is None or isinstance(entry, ValueEntry):
             return _size(_parts(entry, box))
-        key = (entry.dtype, box.shape)
+        key = (entry.dtype, box.shape, entry.whole)
         if key not in self._sizes:
             self._sizes[key] = _size(_parts(entry, box))
         return self._sizes[key]
@@ -252,6 +252,7 @@ def _file_parts(items: Sequence[_Item]) -> Iterator[Part]:
     spans = 0
     for item in items:
         parts = _parts(item.entry, item.box, spans)
+        assert _size(parts) == item.nbytes, item.entry.name  # noqa: S101 - otherwise all items after it are misplaced
         spans += sum(isinstance(part, Span) for part in parts)
         yield from parts
 
