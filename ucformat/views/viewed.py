@@ -274,7 +274,10 @@ class Viewed:
 def _view_metadata(
     metadata: CheckpointMetadata, stored: dict[str, Entry], aliases: dict[str, str]
 ) -> CheckpointMetadata:
-    """The metadata of the source, with the names after the steps."""
+    """The metadata of the source, with the names after the steps.
+
+    The places of tensors and groups in the program's state are those of the source if all have kept their names.
+    """
     names: dict[str, list[str]] = {}  # of the tensors that come from each parameter
     for name, entry in stored.items():
         names.setdefault(entry.param, []).append(name)
