@@ -209,9 +209,12 @@ class _State:
 
     def _add_groups(self) -> None:
         metadata = self._source.metadata
-        if not metadata.groups:
-            return
         trained = {key.name for key in self._infos if key.state not in _PARAMETER}
+        if not metadata.groups:
+            if trained and not self._recorded:  # readers recognize an optimizer by its groups
+                names = [name for name in dict.fromkeys(key.name for key in self._infos) if name in trained]
+                self._add_group(self._optimizer, 0, {"params": names}, {}, None)
+            return
         if not trained and any(key.state not in _PARAMETER for key in self._source.tensors):
             self.left.append("the optimizer groups")
             return

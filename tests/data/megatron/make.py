@@ -122,9 +122,9 @@ def arguments(spec: dict[str, Any]) -> argparse.Namespace:
     )
 
 
-def main(name: str) -> None:
+def built(spec: dict[str, Any]) -> Run:
+    """The model and the optimizer under one layout."""
     without_cuda()
-    import megatron.core as mc
     from megatron.core import parallel_state as ps
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -136,7 +136,6 @@ def main(name: str) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("megatron") and hasattr(module, "get_cuda_rng_tracker"):
             module.get_cuda_rng_tracker = lambda *args, **kwargs: Nothing()
-    spec, folder = SPECS[name], Path(__file__).parent / name
     args = arguments(spec)
     dist.init_process_group("gloo")
     ps.initialize_model_parallel(
@@ -217,7 +216,14 @@ def main(name: str) -> None:
         ),
         chunks,
     )
-    run = Run(args, chunks, optimizer)
+    return Run(args, chunks, optimizer)
+
+
+def main(name: str) -> None:
+    import megatron.core as mc
+
+    spec, folder = SPECS[name], Path(__file__).parent / name
+    run = built(spec)
     for step in range(2):
         run.step(step)
     shutil.rmtree(folder, ignore_errors=True) if dist.get_rank() == 0 else None
