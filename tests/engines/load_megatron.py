@@ -31,7 +31,7 @@ def maker() -> Any:
 
 def keep_steps() -> None:
     """Without Apex and Transformer Engine, Megatron-Core 0.16.1 asks a checkpoint for the step of each parameter."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # type: ignore[import-not-found]
 
     put = DistributedOptimizer._set_main_param_and_optimizer_states
 
@@ -44,14 +44,14 @@ def keep_steps() -> None:
 
 def main(job: dict[str, Any]) -> None:
     run = maker().built(job["spec"])
-    import megatron.core as mc
+    import megatron.core as mc  # type: ignore[import-not-found]
     from megatron.core import dist_checkpointing
 
     keep_steps()
     run.step(7)  # makes the states, which the checkpoint then replaces
     metadata = dist_checkpointing.load_content_metadata(job["from"])
-    model = [c.module.sharded_state_dict(metadata=dict(metadata)) for c in run.chunks]
-    model = {"model": model[0]} if len(model) == 1 else {f"model{i}": m for i, m in enumerate(model)}
+    chunks = [c.module.sharded_state_dict(metadata=dict(metadata)) for c in run.chunks]
+    model = {"model": chunks[0]} if len(chunks) == 1 else {f"model{i}": m for i, m in enumerate(chunks)}
     state = {**model, "optimizer": run.optimizer.sharded_state_dict(model, is_loading=True, metadata=dict(metadata))}
     loaded = dist_checkpointing.load(state, job["from"], strict="raise_unexpected")
     for i, chunk in enumerate(run.chunks):

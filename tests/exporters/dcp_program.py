@@ -54,7 +54,7 @@ class _Run:
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), x.roll(1).flatten())
         loss.backward()
         self.optimizer.step()
-        return loss.item()
+        return float(loss.item())
 
     def state(self) -> dict[str, Any]:
         model, optim = get_state_dict(self.model, self.optimizer, options=self.options)

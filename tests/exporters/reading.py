@@ -58,5 +58,6 @@ def _globals(data: bytes) -> set[tuple[str, str]]:
     for opcode, argument, _ in pickletools.genops(data):
         assert opcode.name not in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4")
         if opcode.name == "GLOBAL":
-            found.add(tuple(argument.split(" ")))
+            module, _, name = str(argument).partition(" ")
+            found.add((module, name))
     return found

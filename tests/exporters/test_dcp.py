@@ -140,7 +140,7 @@ def test_tied_names_share_their_bytes(tmp_path: Path) -> None:
 
 
 def test_the_layout_of_torchtitan(tmp_path: Path) -> None:
-    options = {"model_key": "", "optimizer_key": "optimizer", "flat_optimizer": True}
+    options: Any = {"model_key": "", "optimizer_key": "optimizer", "flat_optimizer": True}
     source = DATA / "dcp" / "wrapped-bf16" / "ckpt"
     export(source, tmp_path / "out", "dcp", **options)
     keys = FileSystemReader(tmp_path / "out").read_metadata().planner_data

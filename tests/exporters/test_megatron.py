@@ -213,7 +213,7 @@ def test_megatron_loads_it(name: str, layout: dict[str, Any], ranks: int, option
 @pytest.mark.parametrize(("layout", "ranks"), [({"tp": 2}, 4), ({}, 2)])
 def test_megatron_resumes_as_from_its_own(layout: dict[str, Any], ranks: int, tmp_path: Path) -> None:
     export(FULL, tmp_path / "out", "megatron")
-    resumed = []
+    resumed: list[Any] = []
     for place in (FULL, tmp_path / "out"):
         spec = {"layers": 1, "bf16": True, "optimizer": "fully_reshardable", **layout}
         job = {"spec": spec, "from": str(place), "to": str(tmp_path / f"found-{len(resumed)}")}

@@ -202,7 +202,7 @@ class ItemFiles:
                 for index, item in enumerate(self._items[name]):
                     stored[_index(known, item.box, index)] = _info(item)
         planner = None if paths is None else {name: tuple(paths.get(name, (name,))) for name in described}
-        meta = {"checkpoint_id": None, "save_id": save_id, "load_id": None, "modules": []}
+        meta: dict[str, Any] = {"checkpoint_id": None, "save_id": save_id, "load_id": None, "modules": []}
         state = {
             "state_dict_metadata": described,
             "planner_data": planner,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.exporters.distcp import Entry
     from ucformat.geometry.tensor import TensorInfo
 
 __all__ = ["MegatronExporter", "MegatronOptions"]
@@ -75,7 +76,11 @@ class MegatronExporter(Exporter):
         common = common_of(source, infos, trained=plan.trained, prefixes=prefixes)
         objects, left = objects_of(source)
         extra = extra_states(keys, source, objects)
-        entries = [*plan.weights(), *(ValueEntry(k, [v]) for k, v in (extra | objects).items()), *plan.states(prefixes)]
+        entries: list[Entry] = [
+            *plan.weights(),
+            *(ValueEntry(k, [v]) for k, v in (extra | objects).items()),
+            *plan.states(prefixes),
+        ]
         items = ItemFiles(entries, self.options)
         config = TargetFile.of(CONFIG, json.dumps(_CONFIG).encode(), last=True)
         metadata = items.metadata(None, save_id_of(source, infos, self.options))
@@ -163,8 +168,8 @@ class _Tensors:
         for name, key in tensors.items():
             place = self._keys[name]
             parts = (self._infos[key], *self._padding.get(key, ()))
-            stacks.setdefault(place.key, {})[place.index] = parts
-        for key, stack in stacks.items():
+            stacks.setdefault(place.key, {})[place.at] = parts
+        for stacked, stack in stacks.items():
             sizes = tuple(max(at) + 1 for at in zip(*stack, strict=True))
             kinds = Counter((parts[0].dtype, _joined(parts)) for parts in stack.values())
             (dtype, shape), _ = kinds.most_common(1)[0]
@@ -172,17 +177,17 @@ class _Tensors:
             odd = next((p[0] for p in stack.values() if (p[0].dtype, _joined(p)) != (dtype, shape)), None)
             if odd is not None:
                 raise UnsupportedError(
-                    f"{odd.key} is {odd.dtype} of shape {list(odd.shape)}, and others of {key} are {dtype} of "
+                    f"{odd.key} is {odd.dtype} of shape {list(odd.shape)}, and others of {stacked} are {dtype} of "
                     f"{list(shape)}: Megatron stacks them in one tensor"
                 )
             if len(stack) < math.prod(sizes):
                 raise UnsupportedError(
-                    f"{prefix}{key} of {len(stack):,} layers or experts is there, and {math.prod(sizes):,} are needed: "
+                    f"{prefix}{stacked} of {len(stack):,} layers or experts is there, and {math.prod(sizes):,} are needed: "
                     "Megatron stacks them in one tensor",
                     hint="export the weights alone (--state weight) if only some of the parameters were trained",
                 )
             elements = partial(stacked_elements, stack, len(sizes))
-            yield TensorEntry(prefix + key, dtype, (*sizes, *shape), elements, str(first.key), leading=len(sizes))
+            yield TensorEntry(prefix + stacked, dtype, (*sizes, *shape), elements, str(first.key), leading=len(sizes))
 
 
 def _joined(parts: Parts) -> tuple[int, ...]:

@@ -167,8 +167,8 @@ def _groups(
                 f"{source.url} has states of {name}, but not the hyper-parameters of its optimizer",
                 hint="export the weights alone: --state weight",
             )
-        decays = len(shapes[name]) > 1 and not name.endswith(".bias")
-        members.setdefault((chained and is_expert(name), float(decays)), []).append(name)
+        matrix = len(shapes[name]) > 1 and not name.endswith(".bias")
+        members.setdefault((chained and is_expert(name), float(matrix)), []).append(name)
     step = _step(source, infos, trained)
     out = []
     for (experts, decays), names in sorted(members.items(), key=lambda item: (item[0][0], -item[0][1])):

@@ -40,7 +40,7 @@ class StackedKey(NamedTuple):
     """A key, and the indices of a parameter along the leading dims of its tensor."""
 
     key: str
-    index: tuple[int, ...]
+    at: tuple[int, ...]
 
 
 def keys_of(source: Checkpoint, infos: Sequence[TensorInfo], local: bool | None) -> dict[str, StackedKey]:  # noqa: FBT001
@@ -71,18 +71,18 @@ def keys_of(source: Checkpoint, infos: Sequence[TensorInfo], local: bool | None)
 
 
 def _key(name: str, *, local: bool) -> StackedKey:
-    index: tuple[int, ...] = ()
+    at: tuple[int, ...] = ()
     if match := _EXPERT.fullmatch(name):
-        name, index = f"{match[1]}.experts.{match[3]}", (int(match[2]),)
+        name, at = f"{match[1]}.experts.{match[3]}", (int(match[2]),)
     elif match := _GROUPED.fullmatch(name):
-        name, index = f"{match[1]}.experts.{match[2]}", (int(match[3]),)
+        name, at = f"{match[1]}.experts.{match[2]}", (int(match[3]),)
     if match := LAYER.fullmatch(name):
         below = match[3]
         for fused, own in LOCAL if local else ():
             if below.startswith(own):
                 below = fused + below.removeprefix(own)
-        name, index = f"{match[1]}.{below}", (int(match[2]), *index)
-    return StackedKey(name, index)
+        name, at = f"{match[1]}.{below}", (int(match[2]), *at)
+    return StackedKey(name, at)
 
 
 def _uneven(found: Mapping[str, StackedKey]) -> set[str]:
@@ -97,7 +97,7 @@ def _uneven(found: Mapping[str, StackedKey]) -> set[str]:
 
 def _numbered(key: StackedKey) -> StackedKey:
     before, _, after = key.key.partition(".layers.")
-    return StackedKey(f"{before}.layers.{key.index[0]}.{after}", key.index[1:]) if key.index else key
+    return StackedKey(f"{before}.layers.{key.at[0]}.{after}", key.at[1:]) if key.at else key
 
 
 def extra_states(keys: Mapping[str, StackedKey], source: Checkpoint, objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def value_of(data: Any, tensor: Callable[[str], TensorInfo], classes: Mapping[st
         return whole(tensor(inner))
     if kind == "$dtype" and inner in ITEMSIZE:
         return Global("torch", inner)
-    name = data.get("$class")
+    name = str(data.get("$class", ""))
     if name in classes and set(data) <= {"$class", "$args"}:
         return Call(classes[name], tuple(map(decode, data.get("$args", ()))))
     what = f"an instance of {name}" if name else f"a value of the form {kind}"
