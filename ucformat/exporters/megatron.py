@@ -182,8 +182,8 @@ class _Tensors:
                 )
             if len(stack) < math.prod(sizes):
                 raise UnsupportedError(
-                    f"{prefix}{stacked} of {len(stack):,} layers or experts is there, and {math.prod(sizes):,} are needed: "
-                    "Megatron stacks them in one tensor",
+                    f"{prefix}{stacked} of {len(stack):,} layers or experts is there, and {math.prod(sizes):,} are "
+                    "needed: Megatron stacks them in one tensor",
                     hint="export the weights alone (--state weight) if only some of the parameters were trained",
                 )
             elements = partial(stacked_elements, stack, len(sizes))
