@@ -234,3 +234,13 @@ def test_every_dtype(tmp_path: Path) -> None:
     again = ucformat.open(tmp_path / "out")
     assert {tuple(k) for k in again.tensors} == set(ODD)
     assert all(same(np.asarray(again[k]), a) for k, a in ODD.items())
+
+
+def test_known_scalars_beside_stored_ones(tmp_path: Path) -> None:
+    """Their archives differ in size, and all have one dtype and shape."""
+    arrays = {(f"s{i}", "weight"): random_array((), "float32", i) for i in range(3)}
+    known = {f"k{i}": {"$tensor": {"dtype": "float32", "shape": [], "data": "AACAPw=="}} for i in range(3)}
+    export(fake(tmp_path / "src", arrays, objects=known), tmp_path / "out", "dcp")
+    found = state_of(tmp_path / "out", tmp_path / "state")
+    assert [found[k].item() for k in known] == [1.0, 1.0, 1.0]
+    assert all(same(found["model"][name].numpy(), a) for (name, _), a in arrays.items())
