@@ -36,6 +36,12 @@ _EXPORT = LazyGroup(
     "export",
     {
         "safetensors": ("export:safetensors", "safetensors files for Hugging Face, vLLM and others."),
+        "dcp": ("export:dcp", "PyTorch Distributed Checkpoint, for FSDP2, torchtitan and others."),
+        "megatron": ("export:megatron", "Megatron-Core's distributed checkpoints."),
+        "torch": ("export:torch", "One file of torch.save."),
+        "orbax": ("export:orbax", "Orbax, for JAX."),
+        "npz": ("export:npz", "One archive of NumPy."),
+        "npy": ("export:npy", "A folder of NumPy files."),
     },
     help="Write a checkpoint in the format of another tool.",
 )

@@ -172,7 +172,8 @@ def _own_option(name: str, of: Field[Any]) -> Callable[[Callable[..., None]], Ca
     how, text = of.metadata["how"], of.metadata["text"]
     spelled, help_text = f"--{name.replace('_', '-')}", f"{text[0].upper()}{text[1:].rstrip('.')}."
     if how == "flag":
-        return click.option(spelled, name, is_flag=True, default=None, help=help_text)
+        both = f"{spelled}/--no-{spelled[2:]}" if of.default is None else spelled  # of three values
+        return click.option(both, name, is_flag=True, default=None, help=help_text)
     if how == "link":  # `--link` alone, or `--link=hard`
         return click.option(spelled, name, is_flag=False, flag_value="reflink", metavar="[=hard]", help=help_text)
     kind, metavar, read = {
