@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-import numpy as np
-
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.exporters.base import Exporter, ExportOptions, Span, Target, TargetFile, left_out, option
 from ucformat.exporters.zip_file import ZipArchive
@@ -122,6 +120,8 @@ def _file_name(name: str, number: int, taken: set[str]) -> str:
 
 def _header(info: TensorInfo, *, raw: bool) -> bytes:
     """What comes before the elements of a tensor in a file."""
+    import numpy as np  # which the options do not need
+
     unknown = info.dtype.startswith(("bfloat", "float8"))  # even if ml_dtypes, which registers them, is loaded
     if unknown and not raw:
         raise UnsupportedError(

@@ -10,20 +10,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.exporters.base import Exporter, ExportOptions, Span, Target, TargetFile, left_out, option
 from ucformat.exporters.ocdbt import Located, make_tree
-from ucformat.exporters.orbax_tree import Array, tree_of
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.orbax.folder import CHECKPOINT, MANIFEST, TREE
-from ucformat.sources.orbax.tree import STRINGS
-from ucformat.sources.zarr.array import V2_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,8 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OrbaxExporter", "OrbaxOptions"]
 
-_DTYPES = {name: f"{'|' if ITEMSIZE[name] == 1 else '<'}{code}" for code, name in V2_DTYPES.items()}
-_DTYPES |= {name: name for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}  # as TensorStore spells them
 _NODES = "d/nodes"
 _DONE = "commit_success.txt"  # which Orbax wants on object stores
 _ALIGN = 64
@@ -120,6 +115,9 @@ class OrbaxExporter(Exporter):
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """See Exporter."""
+        from ucformat.exporters.orbax_tree import Array, tree_of  # with NumPy, which the options do not need
+        from ucformat.sources.orbax.tree import STRINGS
+
         tree = tree_of(source, infos)
         _check_names(tree.leaves)
         data = _Data(self.options.max_file_bytes)
@@ -157,6 +155,15 @@ class OrbaxExporter(Exporter):
             TargetFile.of(_DONE, b"Checkpoint commit was successful", last=True),
         ]
         return Target(tuple(files), (*left_out(source, infos, values=source.objects), *tree.left))
+
+
+@lru_cache
+def _dtypes() -> dict[str, str]:
+    """The names of dtypes in Zarr v2."""
+    from ucformat.sources.zarr.array import V2_DTYPES
+
+    names = {name: f"{'|' if ITEMSIZE[name] == 1 else '<'}{code}" for code, name in V2_DTYPES.items()}
+    return names | {name: name for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}  # as TensorStore spells them
 
 
 def _check_names(leaves: Sequence[Leaf]) -> None:
@@ -203,7 +210,7 @@ def _zarray(dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> bytes
         "chunks": chunk,
         "compressor": None,
         "dimension_separator": ".",
-        "dtype": _DTYPES[dtype],
+        "dtype": _dtypes()[dtype],
         "fill_value": None,
         "filters": None,
         "order": "C",

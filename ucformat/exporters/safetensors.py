@@ -18,7 +18,6 @@ from ucformat.sources.model_files import find_assets
 from ucformat.sources.safetensors.opened import DTYPES
 from ucformat.storage.base import Info
 from ucformat.storage.url import open_store
-from ucformat.views.model_config import outdated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -120,6 +119,8 @@ class SafetensorsExporter(Exporter):
 
     def _assets(self, source: Checkpoint) -> dict[str, bytes]:
         """The files beside the tensors, by name."""
+        from ucformat.views.model_config import outdated  # with the documents of views, which the options do not need
+
         own = find_assets(Info(name, 0, "") for name in source.assets)
         wrong = outdated(source.viewed, source.assets, source.objects)  # of a sub-model, the whole model's sizes
         found = {name: source.assets[name] for name in own if name not in wrong}
