@@ -89,6 +89,7 @@ class ExportJob(RecordedJob):
         self.files = sorted((f for f in self.target.files if not f.last), key=lambda f: -f.nbytes)
         self.count = len(self.files)
         self.finished = set()
+        self.continued = False  # whether an earlier process began the export
         self.bare = False  # whether elements were exported that no checksum of the source covers
         self.input = Input(source, verify=verify)
 

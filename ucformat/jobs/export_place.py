@@ -46,6 +46,7 @@ def begin_export(job: ExportJob, *, overwrite: bool) -> None:
     store = job.store
     key, cleared = f"{FOLDER}/{job.attempt}/begun.json", f"{FOLDER}/{job.attempt}/cleared.json"
     begun = _read_begun(store, key)
+    job.continued = begun is not None
     if begun is None:
         removes = _in_the_way(store, job, overwrite=overwrite)
         begun = _Begun(files=tuple(f.key for f in job.target.files), removes=tuple(removes))
@@ -186,4 +187,5 @@ def end_export(job: ExportJob) -> None:
     else:
         job.store.delete_prefix(FOLDER)
     job.store.flush()
-    job.store.sweep()
+    if job.continued or not job.exporter.one_file:  # the folder of a file may hold a whole home directory
+        job.store.sweep()
