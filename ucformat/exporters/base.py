@@ -165,7 +165,9 @@ class ExportOptions:
 class Exporter(ABC):
     """Plans the files of one format.
 
-    To support a format, subclass this, define `kind`, `title` and `target`, and add the class to `EXPORTERS`.
+    To support a format, subclass this, define `kind`, `title` and `target`, and add it to the table in
+    `exporters/__init__.py`. `--help` imports all exporters, so their modules should import little: `target` imports what
+    plans the files.
 
     Attributes:
         kind: the identifier of the format in the API and on the command line.

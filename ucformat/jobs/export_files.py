@@ -62,8 +62,13 @@ def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter)
         "tensors": [(i.name, i.state, i.dtype, i.shape) for i in infos],
         "view": source.recipe[3],
         "kind": exporter.kind,
-        "options": repr(exporter.options),
+        "options": _plain_options(exporter),
     }
+
+
+def _plain_options(exporter: Exporter) -> dict[str, Any]:
+    """The options of an exporter as JSON values."""
+    return plain_options({f.name: getattr(exporter.options, f.name) for f in fields(exporter.options)})
 
 
 class ExportJob(RecordedJob):
@@ -118,14 +123,13 @@ class ExportJob(RecordedJob):
 
     def spec(self) -> dict[str, Any]:
         """See Job."""
-        options = {f.name: getattr(self.exporter.options, f.name) for f in fields(self.exporter.options)}
         return {
             "job": "export_files:ExportJob",
             "source": spec_of(self.source),
             "store": self.store.url,
             "tensors": [tuple(i.key) for i in self.infos],
             "kind": self.exporter.kind,
-            "options": plain_options(options),
+            "options": _plain_options(self.exporter),
             "verify": self.input.verify,
             "plan": self.plan,
         }
