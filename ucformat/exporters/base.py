@@ -166,7 +166,7 @@ class Exporter(ABC):
     """Plans the files of one format.
 
     To support a format, subclass this, define `kind`, `title` and `target`, and add it to the table in
-    `exporters/__init__.py`. `--help` imports all exporters, so their modules should import little: `target` imports what
+    `exporters/__init__.py`. `--help` imports all of them, so their modules should import little: `target` imports what
     plans the files.
 
     Attributes:
