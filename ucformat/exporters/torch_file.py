@@ -9,9 +9,11 @@ from ucformat.exporters.pickle import Storage, dump
 from ucformat.exporters.zip_file import ZipArchive
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ucformat.exporters.base import Part
 
-__all__ = ["torch_archive", "torch_file"]
+__all__ = ["lazy_torch_file", "torch_archive", "torch_file"]
 
 
 def torch_file(key: str, value: Any, *, last: bool = False) -> TargetFile:
@@ -25,7 +27,30 @@ def torch_file(key: str, value: Any, *, last: bool = False) -> TargetFile:
     Raises:
         UnsupportedError: the value contains something that is not written to a pickle.
     """
-    return TargetFile.of(key, *torch_archive(value, key.rpartition("/")[2].partition(".")[0] or "archive"), last=last)
+    return TargetFile.of(key, *torch_archive(value, _top(key)), last=last)
+
+
+def lazy_torch_file(
+    key: str, make: Callable[[bool], Any], *, like: TargetFile | None = None, last: bool = False
+) -> TargetFile:
+    """A file of `torch.save` whose value is made when it is written, so that a plan need not hold those of all ranks.
+
+    Args:
+        key: its path in the target.
+        make: returns the value; called with False when the file is planned, for which spans need no pieces.
+        like: a planned file of the same size, so that the value is not made for the plan.
+        last: as in `TargetFile`.
+
+    Raises:
+        UnsupportedError: as for `torch_file`.
+    """
+    nbytes = torch_file(key, make(False)).nbytes if like is None else like.nbytes
+    return TargetFile(key, nbytes, lambda: torch_archive(make(True), _top(key)), last, checksums=True)
+
+
+def _top(key: str) -> str:
+    """The folder in the archive, which PyTorch names after the file."""
+    return key.rpartition("/")[2].partition(".")[0] or "archive"
 
 
 def torch_archive(value: Any, top: str = "archive", spans: int = 0) -> tuple[Part, ...]:
