@@ -41,7 +41,6 @@ __all__ = ["ENGINE_KEYS", "ModelStates", "Objects"]
 TENSOR_KEYS = frozenset(
     (
         "module",
-        "buffer_names",
         "optimizer",
         "param_shapes",
         "frozen_param_shapes",
@@ -53,7 +52,7 @@ TENSOR_KEYS = frozenset(
 ENGINE_KEYS = frozenset(
     ("lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
      "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
-     "universal_checkpoint_info", "num_experts", "ds_autoep_layers")
+     "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "buffer_names")
 )  # fmt: skip
 
 
