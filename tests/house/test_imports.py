@@ -28,7 +28,9 @@ ALLOWED: dict[str, set[str]] = {
     "views": {"schema", "errors", "geometry", "storage", "reading"},
     "format": {"schema", "errors", "geometry", "storage", "reading", "_version"},
     "sources": {"schema", "errors", "geometry", "storage", "reading", "_native"},
-    "exporters": {"schema", "errors", "geometry", "storage", "reading", "views", "sources", "checkpoint"},
+    "exporters": {
+        *("schema", "errors", "config_files", "geometry", "storage", "reading", "views", "sources", "checkpoint")
+    },
     "zarr_store": {"geometry", "storage", "reading", "format"},
     "checkpoint": {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"),

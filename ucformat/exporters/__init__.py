@@ -31,6 +31,8 @@ _HOMES = {
     "safetensors": "safetensors:SafetensorsExporter",
     "dcp": "dcp:DcpExporter",
     "megatron": "megatron:MegatronExporter",
+    "deepspeed": "deepspeed:DeepSpeedExporter",
+    "deepspeed-universal": "deepspeed:DeepSpeedUniversalExporter",
     "torch": "torch_save:TorchExporter",
     "orbax": "orbax:OrbaxExporter",
     "npz": "numpy_files:NpzExporter",

@@ -42,7 +42,7 @@ from ucformat.sources.pickle.stand_ins import Dtype, Inert, InertClass, Maker, N
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SMALL", "all_equal", "from_json", "json_key", "to_json"]
+__all__ = ["SMALL", "all_equal", "from_json", "json_key", "to_json", "unkey"]
 
 SMALL = 64 << 10  # bytes of a tensor up to which it is stored inside the JSON
 _MAX_DEPTH = 200
@@ -246,10 +246,18 @@ def from_json(value: Any, opened: Callable[[bytes], Any] | None = None) -> Any:
             return _CONTAINERS[key](inner, lambda v: from_json(v, opened))
     if any(k in value for k in _KEPT):
         return {k: v if k in _KEPT else from_json(v, opened) for k, v in value.items()}
-    return {_unkey(k): from_json(v, opened) for k, v in value.items()}
+    return {unkey(k): from_json(v, opened) for k, v in value.items()}
 
 
-def _unkey(key: str) -> str | int:
+def unkey(key: str) -> str | int:
+    """The key of a dictionary that `json_key` has spelled.
+
+    Args:
+        key: the key in JSON.
+
+    Raises:
+        UpgradeNeeded: it is a form of a newer version of ucformat.
+    """
     if key.startswith("$int:"):
         return int(key[5:])
     if key.startswith("$") and not key.startswith("$$"):

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
 
-__all__ = ["Zero12"]
+__all__ = ["Zero12", "undo_round_robin"]
 
 _MASTER = "single_partition_of_fp32_groups"
 _TENSORS = frozenset(
@@ -131,7 +131,7 @@ class Zero12(Ranks[Zero12Partition]):
             self.flat.append(buffer)
         if zero_options(self.model.value).get("round_robin_gradients"):
             for shapes, buffer, degree in zip(self.shapes, self.flat, self.degrees, strict=True):
-                order = {name: shapes[name] for name in _undo_round_robin(list(shapes), self.world // degree)}
+                order = {name: shapes[name] for name in undo_round_robin(list(shapes), self.world // degree)}
                 self.round_robin.append(_flat_buffer(order, [0] * len(order), buffer.size))
 
     def _degrees(self, state: dict[str, Any], file: TorchFile) -> list[int]:
@@ -286,6 +286,11 @@ def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
     return {name: (at, stop - start) for name, (start, stop, at) in buffer.on(rank).items()}
 
 
-def _undo_round_robin(joined: list[str], lists: int) -> list[str]:
-    """The original order of a list that was distributed round-robin to `lists` lists, which were then joined."""
+def undo_round_robin(joined: list[str], lists: int) -> list[str]:
+    """The original order of a list that was distributed round-robin to several lists, which were then joined.
+
+    Args:
+        joined: the joined list.
+        lists: number of lists.
+    """
     return [name for _, name in sorted(zip(round_robin_order(len(joined), lists), joined, strict=True))]

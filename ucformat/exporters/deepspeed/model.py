@@ -1,0 +1,237 @@
+"""The tensors of a checkpoint as DeepSpeed divides them: trained parameters by optimizer group, and the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import UnsupportedError, UsageError
+from ucformat.exporters.deepspeed.options import zero_of
+from ucformat.geometry.tensor import Key
+from ucformat.schema import FLOATS
+from ucformat.sources.deepspeed.experts import is_expert
+from ucformat.sources.deepspeed.zero12 import undo_round_robin
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.exporters.deepspeed.options import Engine, UniversalOptions
+    from ucformat.geometry.tensor import TensorInfo
+
+__all__ = ["OptimizerGroup", "TrainedModel", "listed", "outside"]
+
+_LISTED = 8
+
+
+@dataclass(slots=True)
+class OptimizerGroup:
+    """An optimizer group: its parameters in order, and their states.
+
+    Attributes:
+        names: the parameters.
+        document: the group as in `CheckpointMetadata.groups`.
+        states: the tensors of each state, by parameter.
+        masters: the fp32 copy of each parameter, or the weight itself where that is the only one.
+    """
+
+    names: list[str]
+    document: Mapping[str, Any]
+    states: dict[str, dict[str, TensorInfo]] = field(default_factory=dict)
+    masters: dict[str, TensorInfo] = field(default_factory=dict)
+
+    def scalars(self) -> dict[str, dict[str, TensorInfo]]:
+        """The states of no dims, such as `step`."""
+        return {s: found for s, found in self.states.items() if self._is_scalar(s)}
+
+    def shaped(self) -> dict[str, dict[str, TensorInfo]]:
+        """The other states."""
+        return {s: found for s, found in self.states.items() if not self._is_scalar(s)}
+
+    def _is_scalar(self, state: str) -> bool:
+        found = self.states[state]
+        return all(not i.shape for i in found.values()) and (
+            state == "step" or any(self.masters[name].shape for name in found)
+        )
+
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """States that are plain numbers, by parameter; one number for the group is of all that have other states."""
+        stateful = [n for n in self.names if any(n in infos for infos in self.states.values())] or self.names
+        found: dict[str, dict[str, Any]] = {}
+        for state, value in (self.document.get("state") or {}).items():
+            by_name = value if isinstance(value, dict) and not any(k.startswith("$") for k in value) else None
+            found[state] = dict(by_name if by_name is not None else dict.fromkeys(stateful, value))
+        return found
+
+
+class TrainedModel:
+    """The tensors of a checkpoint, by their part in an engine.
+
+    Args:
+        source: the checkpoint.
+        infos: the tensors to export.
+        options: the options.
+
+    Raises:
+        UnsupportedError: the model has experts, or an optimizer group lists a tensor that is not stored.
+    """
+
+    def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalOptions) -> None:
+        self.source, self.options = source, options
+        self.by_name: dict[str, dict[str, TensorInfo]] = {}
+        for info in infos:
+            self.by_name.setdefault(info.name, {})[info.state] = info
+        if experts := [name for name in self.by_name if is_expert(name)]:
+            raise UnsupportedError(
+                f"experts of deepspeed.moe are not exported to DeepSpeed: {listed(experts)}",
+                hint="load them with ucformat.torch.load, or export the weights to another format",
+            )
+        self.groups = [self._group(document) for document in source.metadata.groups]
+        self.trained = {name: info for group in self.groups for name, info in group.masters.items()}
+        self.placed_in_client: set[str] = set()  # names of tensors that are values of the client state
+
+    def _group(self, document: Mapping[str, Any]) -> OptimizerGroup:
+        names = list(document["params"])
+        recorded, layout = zero_of(self.source.objects.get("ds_config") or {}), self.source.metadata.layout
+        if recorded.get("round_robin_gradients") is True and layout.get("zero") in (1, 2):
+            names = undo_round_robin(names, layout["dp"])
+        group = OptimizerGroup(names, document)
+        missing = [n for n in names if not self.by_name.get(n, {}).keys() & {"weight", "master"}]
+        if missing:
+            raise UnsupportedError(
+                f"the optimizer has parameters of which no weight is exported: {listed(missing)}",
+                hint="export all states, and all parameters",
+            )
+        for name in names:
+            held = self.by_name[name]
+            group.masters[name] = held.get("master") or held["weight"]
+            for state, info in held.items():
+                if state not in ("weight", "master"):
+                    group.states.setdefault(state, {})[name] = info
+        return group
+
+    @property
+    def weights(self) -> list[TensorInfo]:
+        """The stored weights of trained parameters; without an optimizer, those of all floating-point tensors."""
+        stored = {n: held["weight"] for n, held in self.by_name.items() if "weight" in held}
+        return [i for n, i in stored.items() if (n in self.trained if self.groups else i.dtype in FLOATS)]
+
+    def module(self, engine: Engine) -> dict[str, TensorInfo]:
+        """What the module's parameters and buffers are read from: weights in the engine's precision, else masters.
+
+        The engine rounds what is in another precision when it copies it to its parameters, as after a step.
+
+        Args:
+            engine: the engine.
+        """
+        found = {}
+        for name, held in self.by_name.items():
+            if name in self.placed_in_client or not held.keys() & {"weight", "master"}:
+                continue
+            weight, master = held.get("weight"), held.get("master")
+            right = weight is not None and (weight.dtype == engine.dtype or master is None)
+            info = weight if right or master is None else master
+            assert info is not None  # noqa: S101
+            if name in self.trained and engine.dtype == "float16" and info.dtype != "float16" and master is None:
+                raise UnsupportedError(
+                    f"{info.key} is {info.dtype}, and in float16 it might overflow",
+                    hint="cast weights to float16 by a view, or train in bfloat16",
+                )
+            found[name] = info
+        return found
+
+    def untrained(self, module: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors of the module that the optimizer does not have: buffers, frozen and empty parameters.
+
+        Args:
+            module: as `module` returns it.
+        """
+        return {n: i for n, i in module.items() if n not in self.trained or not i.size}
+
+    def buffers(self, module: Mapping[str, TensorInfo], *, must: bool) -> list[str]:
+        """The names of the module's buffers.
+
+        Args:
+            module: as `module` returns it.
+            must: whether frozen parameters are stored otherwise than buffers.
+
+        Raises:
+            UsageError: they must be known and are not, or one of them is not in the module.
+        """
+        told: Any = self.options.buffers
+        if told is None:
+            told = self.source.objects.get("buffer_names")
+        rest = self.untrained(module)
+        if isinstance(told, list | tuple):
+            unknown = [n for n in told if n not in module] if self.options.buffers is not None else []
+            if unknown:
+                raise UsageError(f"these buffers are not stored: {listed(unknown)}")
+            return [n for n in told if n in rest]
+        doubtful = [n for n, i in rest.items() if i.dtype in FLOATS and i.size]
+        if must and doubtful:
+            raise UsageError(
+                f"the optimizer does not have {listed(doubtful)}: these may be buffers, frozen or tied parameters, "
+                "which are stored in different ways",
+                hint="name the buffers (--buffers NAME,… or `none`), and make tied names aliases by a view: "
+                "{drop: [ALIAS]}, then {alias: {ALIAS: STORED}}",
+            )
+        return [n for n, i in rest.items() if i.dtype not in FLOATS]
+
+    def check_groups(self) -> None:
+        """Check that there are optimizer groups.
+
+        Raises:
+            UsageError: there are none.
+        """
+        if not self.groups:
+            raise UsageError(
+                f"{self.source.url} has no optimizer groups, without which `load_checkpoint` restores weights alone",
+                hint="pass weights_only=True (--weights-only), and load it with load_module_only=True (with "
+                "load_optimizer_states=False at stage 3)",
+            )
+
+    def take_all(self, module: Mapping[str, TensorInfo], buffers: Sequence[str]) -> None:
+        """Make all parameters one group without states, as ZeRO 3 stores weights.
+
+        Args:
+            module: as `module` returns it.
+            buffers: the names of buffers.
+        """
+        masters = {n: (self.by_name[n].get("master") or i) for n, i in module.items() if n not in buffers and i.size}
+        self.groups, self.trained = [OptimizerGroup(list(masters), {}, {}, masters)], masters
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message, at most eight.
+
+    Args:
+        names: the names.
+    """
+    names = list(names)
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def outside(source: Checkpoint, trained: Collection[str], names: Iterable[str]) -> dict[str, tuple[str | int, ...]]:
+    """The tensors that the program that saved did not keep in the state of its model, each with its path there.
+
+    Where paths are not known, a tensor `train.rng` belongs to the object `train`, unless trained parameters do, too.
+
+    Args:
+        source: the checkpoint.
+        trained: the names of the model's trained parameters.
+        names: the names of all weights.
+    """
+    paths = source.metadata.paths
+    homes = {paths[key][0][:-1] for n in trained if paths.get(key := Key(n, "weight"))}
+    own = {n.partition(".")[0] for n in trained}
+    found: dict[str, tuple[str | int, ...]] = {}
+    for name in names:
+        place = paths.get(Key(name, "weight"))
+        first, dot, rest = name.partition(".")
+        if homes and place:
+            if place[0][:-1] not in homes:
+                found[name] = place[0]
+        elif dot and first in source.objects and own and first not in own:
+            found[name] = (first, rest)
+    return found

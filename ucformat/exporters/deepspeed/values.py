@@ -1,0 +1,194 @@
+"""Values of a checkpoint as the pickles of DeepSpeed hold them; objects are only made of the classes named here."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import UnsupportedError, UsageError
+from ucformat.exporters.base import Span
+from ucformat.exporters.pickle import ALLOWED, Call, Global, Instance, SavedTensor, Storage
+from ucformat.geometry.tensor import Key
+from ucformat.sources.values import from_json, unkey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ucformat.exporters.deepspeed.options import Engine
+    from ucformat.geometry.tensor import TensorInfo
+
+__all__ = ["Decoder", "address", "loss_scaler", "scale_of", "size_of", "stage_of", "whole"]
+
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_STATIC, _DYNAMIC = Global(_SCALERS, "LossScaler"), Global(_SCALERS, "DynamicLossScaler")
+_STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+_ADDRESS = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+_SIZE = Global("torch", "Size")
+ALLOWED.update((_STATIC, _DYNAMIC, _STAGE, _ADDRESS))
+
+_KEPT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+#: The settings of a dynamic loss scaler with DeepSpeed's defaults, and their names in a configuration.
+_SETTINGS: dict[str, tuple[Any, str]] = {
+    "scale_factor": (2.0, ""),
+    "scale_window": (1000, "loss_scale_window"),
+    "min_scale": (1, "min_loss_scale"),
+    "delayed_shift": (2, "hysteresis"),
+    "consecutive_hysteresis": (False, "consecutive_hysteresis"),
+    "raise_error_at_min_scale": (True, ""),
+}
+
+
+def whole(info: TensorInfo) -> SavedTensor:
+    """All of a tensor.
+
+    Args:
+        info: the tensor.
+    """
+    return SavedTensor(Storage(Span.whole(info)), info.shape)
+
+
+def size_of(shape: tuple[int, ...]) -> Call:
+    """A `torch.Size`.
+
+    Args:
+        shape: the sizes.
+    """
+    return Call(_SIZE, (shape,))
+
+
+def stage_of(stage: int) -> Call:
+    """The member of DeepSpeed's enumeration of ZeRO stages.
+
+    Args:
+        stage: its number.
+    """
+    return Call(_STAGE, (stage,))
+
+
+def address(start: int, numel: int) -> Instance:
+    """A `fragment_address`: a parameter's place in the partition of a rank.
+
+    Args:
+        start: first element in the partition.
+        numel: number of elements.
+    """
+    return Instance(_ADDRESS, {"numel": numel, "start": start})
+
+
+class Decoder:
+    """Converts values from their JSON form.
+
+    Args:
+        tensors: the tensors that values may refer to.
+    """
+
+    def __init__(self, tensors: Mapping[Key, TensorInfo]) -> None:
+        self._tensors = tensors
+        self.used: dict[Key, TensorInfo] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """The value.
+
+        Args:
+            value: its JSON form.
+
+        Raises:
+            UnsupportedError: it contains an object, or another value that is not written to a pickle.
+        """
+        if isinstance(value, list):
+            return [self(v) for v in value]
+        if not isinstance(value, dict):
+            return value
+        if len(value) == 1 and (decode := _DECODERS.get(next(iter(value)))):
+            return decode(self, next(iter(value.values())))
+        for key in value:
+            if key.startswith("$") and not key.startswith(("$$", "$int:")):
+                raise UnsupportedError(f"a {key[1:]} is not written to a pickle")
+        return {unkey(k): self(v) for k, v in value.items()}
+
+    def _ref(self, name: str) -> SavedTensor:
+        info = self._tensors.get(Key(name, "weight"))
+        if info is None:
+            raise UnsupportedError(f"the tensor {name} is not exported")
+        self.used[info.key] = info
+        return whole(info)
+
+    def _tensor(self, inner: dict[str, Any]) -> SavedTensor:
+        shape = tuple(inner["shape"])
+        data = from_json({"$bytes": inner["data"]})
+        return SavedTensor(Storage(Span(inner["dtype"], math.prod(shape), ()), data), shape)
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The hyper-parameters of an optimizer group, whose sequences are tuples, such as `betas`.
+
+        Args:
+            group: the group as in `CheckpointMetadata.groups`.
+
+        Raises:
+            UnsupportedError: as above.
+        """
+        found = {k: self(v) for k, v in group.items() if k not in ("params", "state")}
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+
+
+_DECODERS: dict[str, Callable[[Decoder, Any], Any]] = {
+    "$float": lambda _, text: float(text),
+    "$bytes": lambda _, text: from_json({"$bytes": text}),
+    "$tuple": lambda decode, items: tuple(map(decode, items)),
+    "$dict": lambda decode, pairs: {_key(decode(k)): decode(v) for k, v in pairs},
+    "$dtype": lambda _, name: Global("torch", name),
+    "$tensor": Decoder._tensor,  # noqa: SLF001
+    "$ref": Decoder._ref,  # noqa: SLF001
+}
+
+
+def _key(value: Any) -> Any:
+    return tuple(map(_key, value)) if isinstance(value, list) else value
+
+
+def scale_of(engine: Engine, recorded: Any) -> dict[str, Any]:
+    """The loss scale: `dynamic`, and the fields of the scaler.
+
+    Args:
+        engine: the engine.
+        recorded: the object `optimizer` of the source, in any of the forms of DeepSpeed and ucformat.
+
+    Raises:
+        UsageError: the engine trains in float16, and its loss scale is not known.
+    """
+    if engine.dtype != "float16":
+        return {"dynamic": False, "cur_scale": 1.0}
+    found = recorded if isinstance(recorded, dict) else {}
+    found = found.get("loss_scaler", found)
+    found = found.get("$state", {}) if "$class" in found else found
+    settings = engine.settings.get("fp16")
+    settings = settings if isinstance(settings, dict) else {}
+    dynamic = bool(found.get("dynamic") or found.get("dynamic_loss_scale"))
+    if "cur_scale" not in found:
+        if not settings:
+            raise UsageError(
+                "the source does not record a loss scale, which an engine in float16 has",
+                hint="pass config (--config), a configuration with the section `fp16`",
+            )
+        dynamic = not settings.get("loss_scale")
+        found = {"cur_scale": 2.0 ** settings.get("initial_scale_power", 16) if dynamic else settings["loss_scale"]}
+    if not dynamic:
+        return {"dynamic": False, "cur_scale": found["cur_scale"]}
+    out = {"dynamic": True, "cur_iter": 0, "last_overflow_iter": -1}
+    for name, (default, key) in _SETTINGS.items():
+        out[name] = found.get(name, settings.get(key, default))
+    out["cur_hysteresis"] = out["delayed_shift"]
+    return out | {name: found[name] for name in _KEPT if name in found}
+
+
+def loss_scaler(scale: Mapping[str, Any]) -> Instance:
+    """DeepSpeed's object for a loss scale.
+
+    Args:
+        scale: as `scale_of` returns it.
+    """
+    if not scale["dynamic"]:
+        return Instance(_STATIC, {"cur_scale": scale["cur_scale"], "dynamic": False})
+    fields = ("cur_scale", "dynamic", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_scale",
+              "delayed_shift", "cur_hysteresis", "consecutive_hysteresis", "raise_error_at_min_scale")  # fmt: skip
+    return Instance(_DYNAMIC, {f: scale[f] for f in fields} | {"dtype": Global("torch", "float16")})
