@@ -16,9 +16,14 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from deepspeed.runtime import engine as ds_engine
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 SCALARS = ("step",)
 STATES = {
@@ -32,7 +37,13 @@ STATES = {
 
 @dataclass
 class Spec:
-    """One configuration. `freeze` is a part of parameter names; `zero_options` go into `zero_optimization`."""
+    """One configuration. `freeze` is a part of parameter names; `zero_options` go into `zero_optimization`.
+
+    With `load`, the engine does not train `steps` steps, but loads the checkpoint in that folder, with the arguments
+    `load_options`, or as DeepSpeed's universal format, and saves none; `refused` says that it must load nothing,
+    and `bare` that it has no optimizer states then.
+    `after` steps follow, whose losses are recorded. With `fsdp`, PyTorch trains, and OUT/<name>/ckpt is DCP's.
+    """
 
     name: str
     zero: int = 1
@@ -47,6 +58,15 @@ class Spec:
     client: str = ""
     named_groups: bool = False
     steps: int = 3
+    scalars: bool = True
+    empty: bool = True
+    load: str = ""
+    load_options: dict | None = None
+    universal: bool = False
+    refused: bool = False
+    bare: bool = False
+    after: int = 0
+    fsdp: bool = False
 
 
 class Counted(torch.optim.Optimizer):
@@ -84,11 +104,12 @@ class Block(torch.nn.Module):
 class Net(torch.nn.Module):
     def __init__(self, spec: Spec, vocab: int = 23, width: int = 10, inner: int = 17) -> None:
         super().__init__()
-        gain = () if spec.zero < 3 else (1,)  # ZeRO-3 fails on 0-d parameters
+        gain = () if spec.scalars and spec.zero < 3 else (1,)  # ZeRO-3 fails on 0-d parameters
         self.embed = torch.nn.Embedding(vocab, width)
         self.blocks = torch.nn.ModuleList(Block(width, inner, gain) for _ in range(2))
         self.idle = torch.nn.Module()  # never called: ZeRO-3 fails to fetch an empty parameter
-        self.idle.nothing = torch.nn.Parameter(torch.empty(0, 4))
+        if spec.empty:
+            self.idle.nothing = torch.nn.Parameter(torch.empty(0, 4))
         self.register_buffer("mask", torch.arange(7) % 2 == 0)
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         self.head = torch.nn.Linear(width, vocab, bias=False)
@@ -141,6 +162,8 @@ def config(spec: Spec) -> dict:
         out["fp16"] = {"enabled": True, "initial_scale_power": 6}
     if spec.bf16_optimizer:
         out["data_types"] = {"grad_accum_dtype": "fp32"}
+    if spec.universal:
+        out["checkpoint"] = {"load_universal": True}
     return out
 
 
@@ -202,6 +225,8 @@ def truth(spec: Spec, engine: Any, opt: Any) -> dict:
         with deepspeed.zero.GatheredParameters([p], enabled=spec.zero == 3):
             out["weight"][name] = p.detach().clone()
     out["weight"].update({n: b for n, b in model.state_dict().items() if n in dict(model.named_buffers())})
+    if spec.bare:
+        return out
     if spec.zero == 0:
         return out | truth_zero0(spec, opt, model)
     if (spec.zero_options or {}).get("round_robin_gradients"):
@@ -239,13 +264,18 @@ def client_state(spec: Spec, rank: int) -> dict:
     return state
 
 
-def make(spec: Spec, out: Path) -> None:
-    torch.manual_seed(1234)
-    rank = dist.get_rank()
+def built(spec: Spec) -> Net:
     model = Net(spec)
     for name, p in model.named_parameters():
         if spec.freeze and spec.freeze in name:
             p.requires_grad_(False)
+    return model
+
+
+def make(spec: Spec, out: Path) -> None:
+    torch.manual_seed(1234)
+    rank = dist.get_rank()
+    model = built(spec)
     tied = {"head.weight": "embed.weight"} if spec.tied else {}
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
     groups = split(spec, model)
@@ -256,31 +286,110 @@ def make(spec: Spec, out: Path) -> None:
     engine, opt, _, _ = deepspeed.initialize(model=model, config=config(spec), optimizer=optimizer(spec, groups))
     ds_engine.FusedAdam = real_fused
     generator = torch.Generator().manual_seed(99 + rank)
-    for _ in range(spec.steps):
+
+    def step() -> float:
         loss = engine(torch.randint(0, 23, (2, 6), generator=generator))
         engine.backward(loss)
         engine.step()
+        return float(loss.item())
+
+    if not spec.load:
+        for _ in range(spec.steps):
+            step()
+        client: dict | None = client_state(spec, rank)
+    else:
+        for _ in range(spec.steps):  # the same data afterwards
+            torch.randint(0, 23, (2, 6), generator=generator)
+        client = loaded(spec, engine)
+        if client is None:
+            done(spec, engine, out)
+            return
     hyper = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in opt.param_groups]
     folder = out / spec.name
-    client = client_state(spec, rank)
-    engine.save_checkpoint(str(folder / "ckpt"), client_state=client)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not spec.load:
+        engine.save_checkpoint(str(folder / "ckpt"), client_state=client)
     found = truth(spec, engine, opt)
+    if spec.load and rank == 0 and spec.zero and not spec.universal and not spec.load_options:
+        found["fp32"] = get_fp32_state_dict_from_zero_checkpoint(spec.load)
+    found = {state: {name: t.detach().clone() for name, t in held.items()} for state, held in found.items()}
     for name, master in found.get("master", {}).items():  # what the step does, and so proves the names
         weight = found["weight"][name]
         # NaN counts as equal: Adafactor takes its mean over ZeRO-3's uninitialised padding too
         same = torch.isclose(master.to(weight.dtype).reshape(weight.shape), weight, rtol=0, atol=0, equal_nan=True)
         assert same.all(), f"{name}: master is not its weight"
+    counters = {k: getattr(engine, k) for k in ("global_steps", "global_samples", "skipped_steps")}
+    losses = [step() for _ in range(spec.after)]
     if rank == 0:
         flat = {f"{s}/{n}": t.detach().clone().contiguous() for s, ts in found.items() for n, t in ts.items()}
         save_file(flat, folder / "truth.safetensors")
         facts = {"tied": tied, "frozen": frozen, "groups": names, "hyper": hyper, "class": type(opt).__name__,
-                 "world": dist.get_world_size(), "version": deepspeed.__version__}  # fmt: skip
+                 "world": dist.get_world_size(), "version": deepspeed.__version__, "losses": losses,
+                 "counters": counters, "client": {str(k): repr(v) for k, v in (client or {}).items()}}  # fmt: skip
         (folder / "truth.json").write_text(json.dumps(facts, default=str))
+    done(spec, engine, out)
+
+
+def loaded(spec: Spec, engine: Any) -> dict | None:
+    """Load the checkpoint; returns the client state, or None where it must not be loaded."""
+    try:
+        place, client = engine.load_checkpoint(spec.load, **(spec.load_options or {}))
+    except (OSError, ValueError, AssertionError):
+        place, client = None, None
+    missing = [None] * dist.get_world_size()
+    dist.all_gather_object(missing, place is None)
+    assert any(missing) is spec.refused, f"{spec.load}: {missing}"
+    return None if spec.refused else client
+
+
+def done(spec: Spec, engine: Any, out: Path) -> None:
+    folder = out / spec.name
     dist.barrier()
     engine.destroy()
     dist.barrier()
-    if rank == 0:
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "truth.json").exists():
+            (folder / "truth.json").write_text("{}")
         (folder / "done").touch()
+
+
+def make_fsdp(spec: Spec, out: Path) -> None:
+    torch.manual_seed(1234)
+    rank, folder = dist.get_rank(), out / spec.name
+    model = Net(spec)
+    groups = split(spec, model)
+    names = [[n for n, _ in g["params"]] for g in groups]
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    sharded = dict(model.named_parameters())
+    opt = optimizer(spec, [{**g, "params": [(n, sharded[n]) for n, _ in g["params"]]} for g in groups])
+    generator = torch.Generator().manual_seed(99 + rank)
+    for _ in range(spec.steps):
+        model(torch.randint(0, 23, (2, 6), generator=generator)).backward()
+        opt.step()
+        opt.zero_grad()
+    for buffer in model.buffers():  # of which DCP saves that of any rank
+        dist.broadcast(buffer, 0)
+    weights, states = get_state_dict(model, opt)
+    if spec.tied:
+        del weights["head.weight"]
+    state = {
+        "model": weights,
+        "optim": states,
+        "train": {"step": spec.steps, "rng": torch.arange(16, dtype=torch.uint8)},
+    }
+    dcp.save(state, checkpoint_id=str(folder / "ckpt"))
+    found = {"weight": weights}
+    for name, held in states["state"].items():
+        for key, value in held.items():
+            found.setdefault(key, {})[name] = value
+    flat = {f"{s}/{n}": t for s, ts in found.items() for n, t in ts.items()}
+    flat = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in flat.items()}
+    if rank == 0:
+        save_file({n: t.clone() for n, t in flat.items()}, folder / "truth.safetensors")
+        (folder / "truth.json").write_text(json.dumps({"groups": names, "tied": {"head.weight": "embed.weight"}}))
+        (folder / "done").touch()
+    dist.barrier()
 
 
 def main() -> None:
@@ -290,8 +399,8 @@ def main() -> None:
     deepspeed.get_accelerator().is_fp16_supported = lambda: True  # slow on CPU, not impossible
     # all ranks start from one seed; the broadcast at the start refuses 0-d parameters
     ds_engine.DeepSpeedEngine._broadcast_model = lambda _: None
-    for spec in specs:
-        make(Spec(**spec), out)
+    for spec in (Spec(**s) for s in specs):
+        (make_fsdp if spec.fsdp else make)(spec, out)
     dist.destroy_process_group()
 
 
