@@ -37,6 +37,8 @@ _EXPORT = LazyGroup(
     {
         "safetensors": ("export:safetensors", "safetensors files for Hugging Face, vLLM and others."),
         "dcp": ("export:dcp", "PyTorch Distributed Checkpoint, for FSDP2, torchtitan and others."),
+        "deepspeed": ("export:deepspeed", "DeepSpeed's own files, for any ZeRO stage and number of ranks."),
+        "deepspeed-universal": ("export:deepspeed_universal", "DeepSpeed's universal format."),
         "megatron": ("export:megatron", "Megatron-Core's distributed checkpoints."),
         "torch": ("export:torch", "One file of torch.save."),
         "orbax": ("export:orbax", "Orbax, for JAX."),

@@ -12,7 +12,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.exporters.base import Exporter, Span, Target, TargetFile
+from ucformat.exporters.base import Span, TargetFile
 from ucformat.exporters.deepspeed.flat import Shards, check_dtype, flat_groups
 from ucformat.exporters.deepspeed.model import TrainedModel
 from ucformat.exporters.deepspeed.objects import VERSION, Values
@@ -33,20 +33,7 @@ if TYPE_CHECKING:
     from ucformat.exporters.deepspeed.options import UniversalOptions
     from ucformat.geometry.tensor import Key, TensorInfo
 
-__all__ = ["DeepSpeedExporter", "EnginePlan"]
-
-
-class DeepSpeedExporter(Exporter):
-    """Plans the files of a DeepSpeed engine."""
-
-    kind = "deepspeed"
-    title = "DeepSpeed"
-    options_type = DeepSpeedOptions
-
-    def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
-        """See Exporter."""
-        plan = EnginePlan(source, infos, self.options)
-        return Target(tuple(plan.files()), plan.left_out())
+__all__ = ["EnginePlan"]
 
 
 class EnginePlan:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ucformat.config_files import read_config_file
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.exporters.base import ExportOptions, option
-from ucformat.geometry.layout import Layout
 from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import TensorInfo
 
 __all__ = ["DTYPES", "ZERO3", "DeepSpeedOptions", "Engine", "UniversalOptions", "settings_of", "zero_of"]
@@ -94,8 +94,6 @@ class DeepSpeedOptions(UniversalOptions):
 
     def __post_init__(self) -> None:
         UniversalOptions.__post_init__(self)
-        if isinstance(self.layout, Layout):  # whose `repr` is not its identity
-            object.__setattr__(self, "layout", self.layout.dump())
         for name, value in (("world", self.world), ("tp", self.tp)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")

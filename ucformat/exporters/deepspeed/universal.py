@@ -11,42 +11,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UsageError
-from ucformat.exporters.base import Exporter, Target, TargetFile
+from ucformat.exporters.base import TargetFile
 from ucformat.exporters.deepspeed.native import EnginePlan
 from ucformat.exporters.deepspeed.optimizer import check_scalars, zero3_optimizer, zero12_optimizer
-from ucformat.exporters.deepspeed.options import ZERO3, UniversalOptions
+from ucformat.exporters.deepspeed.options import ZERO3
 from ucformat.exporters.deepspeed.values import Decoder, whole
 from ucformat.exporters.torch_file import lazy_torch_file
 from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from ucformat.checkpoint import Checkpoint
     from ucformat.exporters.deepspeed.model import OptimizerGroup
-    from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["DeepSpeedUniversalExporter"]
+__all__ = ["UniversalPlan"]
 
 _INFO = {"universal_checkpoint_version": 0.4}
 #: What the converter leaves out of the optimizer's state dict, because it is in the files of the parameters.
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")
 
 
-class DeepSpeedUniversalExporter(Exporter):
-    """Plans the files of DeepSpeed's universal format."""
-
-    kind = "deepspeed-universal"
-    title = "DeepSpeed's universal format"
-    options_type = UniversalOptions
-
-    def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
-        """See Exporter."""
-        plan = _Universal(source, infos, self.options)
-        return Target(tuple(plan.files()), (*plan.left_out(), *plan.not_restored()))
-
-
-class _Universal(EnginePlan):
+class UniversalPlan(EnginePlan):
     """The files of one checkpoint."""
 
     def files(self) -> Iterator[TargetFile]:
