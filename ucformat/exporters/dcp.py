@@ -88,7 +88,7 @@ class DcpExporter(Exporter):
         state = _State(source, infos, self.options)
         items = ItemFiles(state.entries.values(), self.options, state.aliases)
         metadata = items.metadata(state.paths, save_id_of(source, infos, self.options))
-        rest = left_out(source, state.kept, values=source.objects)
+        rest = left_out(source, state.kept, values=source.objects, groups=True)  # `left` names them
         return Target((*items.files(), metadata), (*rest, *state.left))
 
 

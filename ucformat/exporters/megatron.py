@@ -84,7 +84,7 @@ class MegatronExporter(Exporter):
         items = ItemFiles(entries, self.options)
         config = TargetFile.of(CONFIG, json.dumps(_CONFIG).encode(), last=True)
         metadata = items.metadata(None, save_id_of(source, infos, self.options))
-        rest = left_out(source, plan.kept, values=source.objects)
+        rest = left_out(source, plan.kept, values=source.objects, groups=True)  # `left` names them
         files = (*items.files(), torch_file(COMMON, common.values), metadata, config)
         return Target(files, (*rest, *left, *common.left))
 

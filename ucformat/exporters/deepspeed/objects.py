@@ -10,7 +10,8 @@ from ucformat.errors import UnsupportedError
 from ucformat.exporters.base import left_out
 from ucformat.exporters.deepspeed.model import outside
 from ucformat.exporters.deepspeed.options import ZERO3
-from ucformat.exporters.deepspeed.values import Decoder, scale_of, whole
+from ucformat.exporters.deepspeed.values import ValueDecoder, scale_of
+from ucformat.exporters.values import whole
 from ucformat.sources.deepspeed.model import ENGINE_KEYS, TENSOR_KEYS
 from ucformat.sources.values import unkey
 
@@ -76,7 +77,7 @@ class Values:
             UsageError: the loss scale is not known.
         """
         source, out = model.source, cls()
-        decode = Decoder({info.key: info for held in model.by_name.values() for info in held.values()})
+        decode = ValueDecoder({info.key: info for held in model.by_name.values() for info in held.values()})
         objects = {k: v for k, v in source.objects.items() if k not in _DROPPED}
         optimizer = objects.pop("optimizer", None)
         recorded = optimizer if isinstance(optimizer, dict) else {}
@@ -109,7 +110,7 @@ class Values:
         model.placed_in_client |= {key.name for key in out.used}
         return out
 
-    def _put(self, part: dict[Any, Any], label: str, key: Any, value: Any, decode: Decoder) -> None:
+    def _put(self, part: dict[Any, Any], label: str, key: Any, value: Any, decode: ValueDecoder) -> None:
         """Add a value, or note that it has no place."""
         if part is self.client and key in ENGINE_KEYS | TENSOR_KEYS:
             self.missing.append(f"the value {label}, a name of DeepSpeed's own")
@@ -120,7 +121,7 @@ class Values:
                 self.missing.append(f"the value {label}: {error.message}")
         self._named.add(label)
 
-    def _take_ranks(self, model: TrainedModel, engine: Engine, decode: Decoder) -> None:
+    def _take_ranks(self, model: TrainedModel, engine: Engine, decode: ValueDecoder) -> None:
         """Add the client states of further ranks, if these write files of their own as they did before."""
         found, layout = model.source.objects.get("rank"), model.source.metadata.layout
         if not isinstance(found, dict) or (engine.stage, engine.tp, engine.dp) != (
@@ -160,7 +161,8 @@ class Values:
             model: the tensors.
             infos: those that are exported.
         """
-        found = left_out(model.source, list((self.used | dict(infos)).values()), values=self._named)
+        kept = list((self.used | dict(infos)).values())
+        found = left_out(model.source, kept, values=self._named, groups=bool(model.groups))
         return (*found, *self.missing)
 
     def counters(self, engine: Engine, rank: int) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError
 from ucformat.exporters.deepspeed.objects import VERSION
-from ucformat.exporters.deepspeed.values import Decoder, address, loss_scaler, stage_of, whole
+from ucformat.exporters.deepspeed.values import ValueDecoder, address, loss_scaler, stage_of
+from ucformat.exporters.values import whole
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def _base(
     groups: Sequence[OptimizerGroup], members: Sequence[Sequence[int]], states: dict[int, dict[str, Any]]
 ) -> dict[str, Any]:
     """The state dict of the optimizer inside, by the numbers of its tensors in each group."""
-    decode = Decoder({})
+    decode = ValueDecoder({})
     hypers = [decode.hyper(group.document) for group in groups]
     return {
         "state": {i: found for i, found in states.items() if found},
@@ -38,7 +39,7 @@ def _flat_states(flat: FlatGroup, rank: int, fill: bool) -> dict[str, Any]:  # n
     """The states of a rank's partition of a flat group."""
     if not flat.dims:
         return {}
-    first, group, decode = next(iter(flat.dims)), flat.group, Decoder({})
+    first, group, decode = next(iter(flat.dims)), flat.group, ValueDecoder({})
     found: dict[str, Any] = {state: decode(values[first]) for state, values in group.plain().items()}
     found |= {state: whole(infos[first]) for state, infos in group.scalars().items()}
     return found | {state: flat.saved(infos, rank, fill) for state, infos in group.shaped().items()}
@@ -171,7 +172,7 @@ def plain_optimizer(
 
 def _single(group: OptimizerGroup, name: str, shards: Shards, rank: int, fill: bool) -> dict[str, Any]:  # noqa: FBT001
     """The states of one parameter."""
-    decode, shape = Decoder({}), group.masters[name].shape
+    decode, shape = ValueDecoder({}), group.masters[name].shape
     found: dict[str, Any] = {state: decode(values[name]) for state, values in group.plain().items() if name in values}
     for state, infos in group.states.items():
         info = infos.get(name)

@@ -15,8 +15,9 @@ from ucformat.exporters.base import TargetFile
 from ucformat.exporters.deepspeed.native import EnginePlan
 from ucformat.exporters.deepspeed.optimizer import check_scalars, zero3_optimizer, zero12_optimizer
 from ucformat.exporters.deepspeed.options import ZERO3
-from ucformat.exporters.deepspeed.values import Decoder, whole
+from ucformat.exporters.deepspeed.values import ValueDecoder
 from ucformat.exporters.torch_file import lazy_torch_file
+from ucformat.exporters.values import whole
 from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class UniversalPlan(EnginePlan):
             found.append(
                 f"buffers and frozen parameters ({len(names)} tensor{plural}): written, but not loaded by DeepSpeed"
             )
-        decode = Decoder({})
+        decode = ValueDecoder({})
         hypers = [repr(decode.hyper(group.document)) for group in self.model.groups]
         if self.engine.stage == ZERO3 and len(set(hypers)) > 1:
             found.append(
@@ -101,6 +102,6 @@ class UniversalPlan(EnginePlan):
 
 def _scalars(group: OptimizerGroup, name: str) -> dict[str, Any]:
     """The states of a parameter that have no dims, or are plain numbers."""
-    decode = Decoder({})
+    decode = ValueDecoder({})
     found: dict[str, Any] = {state: whole(infos[name]) for state, infos in group.scalars().items()}
     return found | {state: decode(values[name]) for state, values in group.plain().items()}

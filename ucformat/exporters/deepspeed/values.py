@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.exporters.base import Span
-from ucformat.exporters.pickle import ALLOWED, Call, Global, Instance, SavedTensor, Storage
+from ucformat.exporters.pickle import ALLOWED, Call, Global, Instance
+from ucformat.exporters.values import value_of
 from ucformat.geometry.tensor import Key
-from ucformat.sources.values import from_json, unkey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from ucformat.exporters.deepspeed.options import Engine
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["Decoder", "address", "loss_scaler", "scale_of", "size_of", "stage_of", "whole"]
+__all__ = ["ValueDecoder", "address", "loss_scaler", "scale_of", "size_of", "stage_of"]
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _STATIC, _DYNAMIC = Global(_SCALERS, "LossScaler"), Global(_SCALERS, "DynamicLossScaler")
@@ -36,15 +34,6 @@ _SETTINGS: dict[str, tuple[Any, str]] = {
     "consecutive_hysteresis": (False, "consecutive_hysteresis"),
     "raise_error_at_min_scale": (True, ""),
 }
-
-
-def whole(info: TensorInfo) -> SavedTensor:
-    """All of a tensor.
-
-    Args:
-        info: the tensor.
-    """
-    return SavedTensor(Storage(Span.whole(info)), info.shape)
 
 
 def size_of(shape: tuple[int, ...]) -> Call:
@@ -75,7 +64,7 @@ def address(start: int, numel: int) -> Instance:
     return Instance(_ADDRESS, {"numel": numel, "start": start})
 
 
-class Decoder:
+class ValueDecoder:
     """Converts values from their JSON form.
 
     Args:
@@ -95,28 +84,14 @@ class Decoder:
         Raises:
             UnsupportedError: it contains an object, or another value that is not written to a pickle.
         """
-        if isinstance(value, list):
-            return [self(v) for v in value]
-        if not isinstance(value, dict):
-            return value
-        if len(value) == 1 and (decode := _DECODERS.get(next(iter(value)))):
-            return decode(self, next(iter(value.values())))
-        for key in value:
-            if key.startswith("$") and not key.startswith(("$$", "$int:")):
-                raise UnsupportedError(f"a {key[1:]} is not written to a pickle")
-        return {unkey(k): self(v) for k, v in value.items()}
+        return value_of(value, self._find)
 
-    def _ref(self, name: str) -> SavedTensor:
+    def _find(self, name: str) -> TensorInfo:
         info = self._tensors.get(Key(name, "weight"))
         if info is None:
             raise UnsupportedError(f"the tensor {name} is not exported")
         self.used[info.key] = info
-        return whole(info)
-
-    def _tensor(self, inner: dict[str, Any]) -> SavedTensor:
-        shape = tuple(inner["shape"])
-        data = from_json({"$bytes": inner["data"]})
-        return SavedTensor(Storage(Span(inner["dtype"], math.prod(shape), ()), data), shape)
+        return info
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of an optimizer group, whose sequences are tuples, such as `betas`.
@@ -129,21 +104,6 @@ class Decoder:
         """
         found = {k: self(v) for k, v in group.items() if k not in ("params", "state")}
         return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
-
-
-_DECODERS: dict[str, Callable[[Decoder, Any], Any]] = {
-    "$float": lambda _, text: float(text),
-    "$bytes": lambda _, text: from_json({"$bytes": text}),
-    "$tuple": lambda decode, items: tuple(map(decode, items)),
-    "$dict": lambda decode, pairs: {_key(decode(k)): decode(v) for k, v in pairs},
-    "$dtype": lambda _, name: Global("torch", name),
-    "$tensor": Decoder._tensor,  # noqa: SLF001
-    "$ref": Decoder._ref,  # noqa: SLF001
-}
-
-
-def _key(value: Any) -> Any:
-    return tuple(map(_key, value)) if isinstance(value, list) else value
 
 
 def scale_of(engine: Engine, recorded: Any) -> dict[str, Any]:
