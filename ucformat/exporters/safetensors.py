@@ -84,16 +84,10 @@ class SafetensorsExporter(Exporter):
         """See Exporter."""
         if self.options.link is not None:
             return self._linked(source, infos)
-        names = written_names(source.aliases, infos)
-        aliases: dict[str, str] = {}
-        for alias, stored in source.aliases.items():
-            if stored in names and alias != names[stored]:
-                aliases[alias] = names[stored]
-        aliases |= {stored: name for stored, name in names.items() if stored != name}
         if self.one_file:
-            files = files_of(infos, names, aliases, self.options.name[: -len(_ENDING)], sum(i.nbytes for i in infos))
-            return Target(tuple(files), left_out(source, infos))
-        files = files_of(infos, names, aliases, self.options.name, self.options.max_shard_bytes)
+            name, most = self.options.name[: -len(_ENDING)], sum(i.nbytes for i in infos)
+            return Target(tuple(files_of(infos, source.aliases, name, most)), left_out(source, infos))
+        files = files_of(infos, source.aliases, self.options.name, self.options.max_shard_bytes)
         assets = self._assets(source)
         last = (TargetFile.of(name, data, last=True) for name, data in assets.items())
         return Target((*files, *last), left_out(source, infos, assets=assets))
@@ -159,20 +153,23 @@ def written_names(aliases: Mapping[str, str], infos: Sequence[TensorInfo]) -> di
 
 
 def files_of(
-    infos: Sequence[TensorInfo], names: Mapping[str, str], aliases: Mapping[str, str], name: str, most: int
+    infos: Sequence[TensorInfo], tied: Mapping[str, str], name: str = "model", most: int = _SHARD_BYTES
 ) -> Iterator[TargetFile]:
-    """The shards, and the index if there are several.
+    """The shards, and the index if there are several; a pure function of the arguments.
 
     Args:
         infos: the tensors, in order.
-        names: the name under which each is written.
-        aliases: further names, and the written name for each, for `safetensors.torch.load_model`.
-        name: the name of the files without its ending.
-        most: bytes of tensors in a file, unless a single one has more.
+        tied: the stored name of each further name.
+        name: the name of the files without its ending (default: that which Hugging Face's tools look for).
+        most: bytes of tensors in a file, unless a single one has more (default: 5 GB).
 
     Raises:
         UnsupportedError: safetensors has no such dtype, or the header would be too large.
     """
+    names = written_names(tied, infos)
+    # Further names, and the written name for each, for `safetensors.torch.load_model`.
+    aliases = {alias: names[stored] for alias, stored in tied.items() if stored in names and alias != names[stored]}
+    aliases |= {stored: written for stored, written in names.items() if stored != written}
     shards = list(_shards(infos, most))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):

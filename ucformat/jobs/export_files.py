@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.sums import SumPart
     from ucformat.storage.base import Store
 
-__all__ = ["FOLDER", "ExportJob", "plan_of"]
+__all__ = ["FOLDER", "ExportJob", "FilesJob", "plan_of"]
 
 #: The folder of an unfinished export with its records; it is removed when the export is complete.
 FOLDER = "ucformat-export"
@@ -71,30 +71,20 @@ def _plain_options(exporter: Exporter) -> dict[str, Any]:
     return plain_options({f.name: getattr(exporter.options, f.name) for f in fields(exporter.options)})
 
 
-class ExportJob(RecordedJob):
-    """Writes the files of a target, the large ones first, without those that are `last`.
+class FilesJob(RecordedJob):
+    """Writes files that an exporter has planned, in the order in which they are given.
 
     Args:
         source: the checkpoint.
         store: the destination.
-        infos: the tensors.
-        exporter: plans the files.
+        files: the files.
         verify: whether to compare what is read with the checksums in the source's files.
     """
 
-    kind = "export"
-
-    def __init__(
-        self, source: Checkpoint, store: Store, infos: Sequence[TensorInfo], exporter: Exporter, *, verify: bool = True
-    ) -> None:
-        self.source, self.store, self.infos, self.exporter = source, store, infos, exporter
-        self.plan = document_digest(plan_of(source, infos, exporter))
-        self.attempt = self.plan.rpartition(":")[2][:20]
-        self.target = exporter.target(source, infos)
-        self.files = sorted((f for f in self.target.files if not f.last), key=lambda f: -f.nbytes)
+    def __init__(self, source: Checkpoint, store: Store, files: Sequence[TargetFile], *, verify: bool = True) -> None:
+        self.source, self.store, self.files = source, store, files
         self.count = len(self.files)
         self.finished = set()
-        self.continued = False  # whether an earlier process began the export
         self.bare = False  # whether elements were exported that no checksum of the source covers
         self.input = Input(source, verify=verify)
 
@@ -102,62 +92,30 @@ class ExportJob(RecordedJob):
         self.input.close()
         super().__exit__(kind)
 
-    @property
-    def url(self) -> str:
-        """The url of the target: of its folder or, if it is one, of its file."""
-        return f"{self.store.url}/{self.target.files[0].key}" if self.exporter.one_file else self.store.url
-
-    @property
-    def records(self) -> str:
-        """See RecordedJob."""
-        return f"{FOLDER}/{self.attempt}/finished"
-
-    @property
-    def written(self) -> tuple[str, ...]:
-        """See RecordedJob."""
-        return ("",)
-
     def nbytes(self, task: int) -> int:
         """See Job."""
         return self.files[task].nbytes
 
-    def spec(self) -> dict[str, Any]:
-        """See Job."""
-        return {
-            "job": "export_files:ExportJob",
-            "source": spec_of(self.source),
-            "store": self.store.url,
-            "tensors": [tuple(i.key) for i in self.infos],
-            "kind": self.exporter.kind,
-            "options": _plain_options(self.exporter),
-            "verify": self.input.verify,
-            "plan": self.plan,
-        }
-
-    @classmethod
-    def of_spec(cls, spec: Mapping[str, Any]) -> Self:
-        """See Job."""
-        source = reopen(spec["source"])
-        infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
-        exporter = make_exporter(spec["kind"], **options_of(spec["options"]))
-        made = cls(source, open_store(spec["store"]), infos, exporter, verify=spec["verify"])
-        if made.plan != spec["plan"]:
-            raise other_found(source)
-        return made
-
     def run(self, task: int) -> tuple[TaskDoc, Sequence[SumPart]]:
         """See Job."""
-        file = self.files[task]
         with self.input.task() as sums:
-            bare = self.write(file)
-        return TaskDoc.of(task, self.store.info(file.key), b"", bare=bare), sums
+            bare, crcs = self.write_task(task)
+        return TaskDoc.of(task, self.store.info(self.files[task].key), b"", crcs=crcs, bare=bare), sums
 
-    def write(self, file: TargetFile, advance: Callable[[int], None] | None = None) -> bool:
+    def write_task(self, task: int) -> tuple[bool, bytes]:
+        """Write a file; returns whether elements have no checksum in the source, and what is recorded as `crcs`.
+
+        Args:
+            task: its number.
+        """
+        return self.write(self.files[task]), b""
+
+    def write(self, file: TargetFile, advance: Callable[[memoryview], None] | None = None) -> bool:
         """Write a file; a last one appears only if the source is intact and unchanged.
 
         Args:
             file: the file.
-            advance: called with the bytes of each part of it that is written.
+            advance: called with each part of it that is written, in order.
 
         Returns:
             Whether elements that were read have no checksum in the source.
@@ -178,9 +136,9 @@ class ExportJob(RecordedJob):
                     _continue_crcs(band, memory, crcs)
                 out.write(memory.data)
                 if advance is not None:
-                    advance(memory.nbytes)
+                    advance(memory.data)
             if file.last:
-                self._check_source()
+                self.check_source()
         return bare
 
     def _fill(self, band: Sequence[_Cut], memory: NDArray[np.uint8]) -> bool:
@@ -220,8 +178,90 @@ class ExportJob(RecordedJob):
             if task.task < self.count and task.file == self.files[task.task].key:
                 self.finished.add(task.task)
                 self.bare |= task.bare
+                self.take_crcs(task)
         if self.input.verifier is not None:
             self.input.verifier.take(doc.sums)
+
+    def take_crcs(self, task: TaskDoc) -> None:
+        """Take what is recorded as `crcs` of a task.
+
+        Args:
+            task: its record.
+        """
+
+    def check_source(self) -> None:
+        """Complete the checksums of which parts were read, and compare the versions of the files that were read."""
+        verifier = self.input.verifier
+        if verifier is not None:
+            for _ in run(verifier.finish, verifier.unfinished(), workers_for(self.source.store)):
+                pass
+        if any(file.link for file in self.files):
+            return  # nothing was read, and a hard link changes when its file was changed last
+        check_unchanged(self.source.store, f"{self.store.url} is not complete", TRACKERS)
+
+
+class ExportJob(FilesJob):
+    """Writes the files of a target, the large ones first, without those that are `last`.
+
+    Args:
+        source: the checkpoint.
+        store: the destination.
+        infos: the tensors.
+        exporter: plans the files.
+        verify: whether to compare what is read with the checksums in the source's files.
+    """
+
+    kind = "export"
+
+    def __init__(
+        self, source: Checkpoint, store: Store, infos: Sequence[TensorInfo], exporter: Exporter, *, verify: bool = True
+    ) -> None:
+        self.infos, self.exporter = infos, exporter
+        self.continued = False  # whether an earlier process began the export
+        self.plan = document_digest(plan_of(source, infos, exporter))
+        self.attempt = self.plan.rpartition(":")[2][:20]
+        self.target = exporter.target(source, infos)
+        files = sorted((f for f in self.target.files if not f.last), key=lambda f: -f.nbytes)
+        super().__init__(source, store, files, verify=verify)
+
+    @property
+    def url(self) -> str:
+        """The url of the target: of its folder or, if it is one, of its file."""
+        return f"{self.store.url}/{self.target.files[0].key}" if self.exporter.one_file else self.store.url
+
+    @property
+    def records(self) -> str:
+        """See RecordedJob."""
+        return f"{FOLDER}/{self.attempt}/finished"
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """See RecordedJob."""
+        return ("",)
+
+    def spec(self) -> dict[str, Any]:
+        """See Job."""
+        return {
+            "job": "export_files:ExportJob",
+            "source": spec_of(self.source),
+            "store": self.store.url,
+            "tensors": [tuple(i.key) for i in self.infos],
+            "kind": self.exporter.kind,
+            "options": _plain_options(self.exporter),
+            "verify": self.input.verify,
+            "plan": self.plan,
+        }
+
+    @classmethod
+    def of_spec(cls, spec: Mapping[str, Any]) -> Self:
+        """See Job."""
+        source = reopen(spec["source"])
+        infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
+        exporter = make_exporter(spec["kind"], **options_of(spec["options"]))
+        made = cls(source, open_store(spec["store"]), infos, exporter, verify=spec["verify"])
+        if made.plan != spec["plan"]:
+            raise other_found(source)
+        return made
 
     @property
     def last_nbytes(self) -> int:
@@ -240,28 +280,18 @@ class ExportJob(RecordedJob):
         """
         done, total = self.total, self.total + self.last_nbytes
 
-        def advance(nbytes: int) -> None:
+        def advance(data: memoryview) -> None:
             nonlocal done
-            done += nbytes
+            done += data.nbytes
             if progress is not None:
                 progress(min(done, total), total)
 
-        self._check_source()
+        self.check_source()
         for file in self.target.files:
             if file.last:
                 self.store.flush()
                 self.bare |= self.write(file, advance)
         self.store.flush()
-
-    def _check_source(self) -> None:
-        """Complete the checksums of which parts were read, and compare the versions of the files that were read."""
-        verifier = self.input.verifier
-        if verifier is not None:
-            for _ in run(verifier.finish, verifier.unfinished(), workers_for(self.source.store)):
-                pass
-        if any(file.link for file in self.target.files):
-            return  # nothing was read, and a hard link changes when its file was changed last
-        check_unchanged(self.source.store, f"{self.store.url} is not complete", TRACKERS)
 
 
 @dataclass(frozen=True, slots=True)

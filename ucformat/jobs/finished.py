@@ -47,8 +47,8 @@ class _Document(BaseModel):
 class TaskDoc(_Document):
     """A finished task: the file that it has written, as it was then, and what else is known of it.
 
-    `leaves` are digests of chunks. `bare`: some bytes that it has read have no checksum in the source. `kept`: the file
-    was there before.
+    `leaves` are digests of chunks, `crcs` checksums of blocks. `bare`: some bytes that it has read have no checksum in
+    the source. `kept`: the file was there before.
     """
 
     task: _Count
@@ -58,17 +58,21 @@ class TaskDoc(_Document):
     etag: str | None = None
     changed: int | None = None
     leaves: Annotated[str, Field(pattern=r"^([0-9a-f]{32})*$")] = ""
+    crcs: Annotated[str, Field(pattern=r"^([0-9a-f]{8})*$")] = ""
     bare: bool = False
     kept: bool = False
 
     @classmethod
-    def of(cls, task: int, info: Info, leaves: bytes, *, bare: bool = False, kept: bool = False) -> TaskDoc:
+    def of(
+        cls, task: int, info: Info, leaves: bytes, *, crcs: bytes = b"", bare: bool = False, kept: bool = False
+    ) -> TaskDoc:
         """The record of a task.
 
         Args:
             task: its number.
             info: the file that it has written.
             leaves: digests of its chunks.
+            crcs: the CRC-32C of its blocks, each in four bytes.
             bare: see above.
             kept: see above.
         """
@@ -80,6 +84,7 @@ class TaskDoc(_Document):
             etag=info.etag,
             changed=info.changed,
             leaves=leaves.hex(),
+            crcs=crcs.hex(),
             bare=bare,
             kept=kept,
         )
