@@ -146,8 +146,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """The id: of a universal checkpoint the manifest's, of a foreign one a digest of its content.
 
         The latter is computed from the writer's unique id of the save, if it has one; else from the checksums in its
-        files, independent of the place; if not all files have checksums, from the place and the files' sizes and times.
-        The id of a view is a digest of the checkpoint's id and the steps.
+        files, or if not all have one, from the place and the files' sizes and times. That of a view includes its steps.
         """
         if self.viewed is not None and self.viewed.steps:
             steps = [step.model_dump(by_alias=True) for _, step in self.viewed.steps]
@@ -264,6 +263,12 @@ class Checkpoint(Mapping[str, "Tensor"]):
         from ucformat.zarr_store.store import CheckpointStore  # with zarr, which is slow to import
 
         return CheckpointStore(self, verify=verify)
+
+    @property
+    def hf_url(self) -> str | None:
+        """The url of the folder that `from_pretrained` and vLLM take; None if the weights are not safetensors files."""
+        folder = self.universal.weights_folder if self.universal and not self.viewed else None
+        return None if folder is None else f"{self.url}/{folder}"
 
     def _stored(self, name: str) -> str:
         name = self.aliases.get(name, name)

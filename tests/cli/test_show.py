@@ -46,7 +46,7 @@ def test_json_has_everything(run: Run, committed: Path) -> None:
     assert list(found) == [
         "url", "kind", "id", "step", "engine", "layout", "parameters", "dtypes", "whole", "outdated", "states", "total",
         "aliases", "groups", "objects", "per_rank", "assets",
-        "zarr_url", "unprotected", "catalog",
+        "zarr_url", "hf_url", "unprotected", "catalog",
     ]  # fmt: skip
     assert found["kind"] == "ucformat"
     assert found["step"] == 1700

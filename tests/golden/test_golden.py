@@ -50,6 +50,7 @@ def test_every_version_of_the_format_has_its_own() -> None:
         "default-sizes",
         "packed",
         "packed-tiles",
+        "safetensors",
     }
     for place in GOLDEN:
         assert json.loads((place / "manifest.json").read_text())["version"] == int(place.parent.name[1:])
@@ -101,7 +102,7 @@ def test_other_readers_read_its_arrays(place: Path) -> None:
     ucformat.register_zarr_dtypes()
     ck, truth = ucformat.open(place), arrays(place)
     docs = [d for d in ck.manifest.tensors if d.path is not None]
-    assert bool(docs) == (place.name in ("arrays", "default-sizes"))
+    assert bool(docs) == (place.name in ("arrays", "default-sizes", "safetensors"))
     group: Any = zarr.open_group(ck.zarr_url, mode="r") if docs else None
     for doc in docs:
         a = truth[doc.name, doc.state]

@@ -12,7 +12,7 @@ from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.stored_tensors import StoredTensors, ValueByKey
-from ucformat.format.structure import manifest_problems, read_manifest, refuse
+from ucformat.format.structure import MOUNT, manifest_problems, read_manifest, refuse
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.garbage import gc_paused
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = ["Universal", "describe", "grid_of", "group_doc", "group_docs", "index_tensors", "paths_of"]
+
+#: The names of the file from which Hugging Face's tools begin to load a model's weights.
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 _LARGE_BYTES = 256 << 20  # a manifest must not claim more for small files
 _LARGE_SHARDS = 10_000
@@ -242,6 +245,14 @@ class Universal:
             refuse(self.store.url, extent_problems(self.manifest, found))
             self._sidecar = found
         return self._sidecar
+
+    @property
+    def weights_folder(self) -> str | None:
+        """The key of the folder with the safetensors files of the weights; None if they are not stored so."""
+        if all(kind.path is not None for kind in self.manifest.tensors.kinds):
+            return None
+        folders = (file.rpartition("/") for file in self.sidecar().files if not file.startswith(MOUNT))
+        return next((folder for folder, _, name in folders if name in WEIGHT_FILES), None)
 
     @gc_paused()
     def read_sidecar(self) -> Sidecar:

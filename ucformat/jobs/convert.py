@@ -6,24 +6,27 @@ import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFinished, UcformatError, Uncertain, UsageError
-from ucformat.format.arrays import folder_names, grid_doc, put_array, put_file, put_groups
+from ucformat.format.arrays import grid_doc, put_array, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
 from ucformat.format.objects import copy_per_rank, put_objects
 from ucformat.format.universal import Universal, group_docs, paths_of
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.compare import spread_of
-from ucformat.jobs.convert_checks import verifying
+from ucformat.jobs.convert_checks import joined, verifying
 from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.record import lineage_from, record_commits
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import How, ShardJob, plan_document
 from ucformat.jobs.virtual import VirtualExtents, put_sidecar
+from ucformat.jobs.weight_files import put_assets
+from ucformat.jobs.weights import WeightsJob, plan_weights
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
@@ -64,6 +67,7 @@ def convert(
     virtual: bool = False,
     checksums: bool = False,
     unprotected: bool = False,
+    weights: Literal["safetensors"] | None = None,
     verify: bool = True,
     on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
@@ -88,6 +92,9 @@ def convert(
             document beside them, in `needed-by/`, keeps every catalog from removing them.
         checksums: with `virtual`, read these files once and record their checksums, for `verify`.
         unprotected: with `virtual`, continue if nothing can be written beside the source's files.
+        weights: `safetensors` stores the weights, or masters where only these are stored, in safetensors files with the
+            configuration and the tokenizer beside them: `Checkpoint.hf_url` is a folder that Hugging Face's tools load.
+            Everything else is stored as arrays (default: everything is).
         verify: compare the bytes that are read with the checksums in the source's files (CRC-32 of zip records, CRC-32C
             of chunks). The manifest's `verified` lists the tensors of which all bytes were compared.
         on: where shards are written (docs/guides/cluster.md): `threads` of this process, the workers of a Dask cluster
@@ -101,22 +108,30 @@ def convert(
         MissingData: with `commit`, parts are missing; the message names them, and nothing is committed.
         Conflict: a checkpoint is committed at `dst` already, or another writer committed one in the meantime; or a file
             of the source was changed since it was opened; or with `virtual`, the source is being removed or replaced.
-        UnsupportedError: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed.
+        UnsupportedError: with `virtual`, a tensor has no bytes of its own in a file: it is compressed, or computed; or
+            with `weights`, a tensor has a dtype that safetensors does not have.
         PermissionDenied: with `virtual` and without `unprotected`, nothing can be written beside the source's files.
-        UsageError: `checksums` or `unprotected` without `virtual`, or `virtual` with a size of chunks or shards.
+        UsageError: `checksums` or `unprotected` without `virtual`, or `virtual` with a size of chunks or shards, or
+            with `weights`; or `weights` of a checkpoint without weights.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
     how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     infos = _chosen(source, None if states is None else as_strings(states))
     _check_virtual(how, virtual=virtual, checksums=checksums, unprotected=unprotected)
+    _check_weights(source, infos, weights, virtual=virtual)
     plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
+    plan |= {"weights": weights} if weights else {}
     placed = VirtualExtents(source, infos) if virtual else None
     needs = [] if placed is None else [url for url, _ in placed.homes]
     attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
     try:
         if placed is None:
-            manifest, recorded = write(ShardJob(source, store, attempt.id, infos, how), attempt)
+            files = None if weights is None else plan_weights(source, infos, attempt.id)
+            held = {} if files is None else files.tensors
+            arrays = ShardJob(source, store, attempt.id, [i for i in infos if i.key not in held], how)
+            in_files = None if files is None else partial(WeightsJob, source, store, attempt.id, infos, files, how)
+            manifest, recorded = write(arrays, attempt, in_files)
         else:
             recorded = False
             manifest = _write_virtual(source, store, attempt, placed, how, checksums=checksums, unprotected=unprotected)
@@ -169,6 +184,16 @@ def _check_virtual(how: How, *, virtual: bool, checksums: bool, unprotected: boo
         raise UsageError("a virtual checkpoint has no chunks and shards: its bytes stay where they are")
 
 
+def _check_weights(source: Checkpoint, infos: Sequence[TensorInfo], weights: str | None, *, virtual: bool) -> None:
+    if weights is None:
+        return
+    if weights != "safetensors":
+        raise UsageError(f"weights={weights!r} is not supported", hint='"safetensors", or leave it out for arrays')
+    if virtual:
+        raise UsageError("a virtual checkpoint has no files of its own for weights", hint="leave out one of the two")
+    plan_weights(source, infos, "")  # raises before anything is written
+
+
 def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo]:
     infos = [i for i in source.tensors.values() if states is None or i.state in states]
     unknown = set(states or ()) - {i.state for i in infos}
@@ -181,12 +206,15 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
     return infos
 
 
-def write(job: ShardJob, attempt: Attempt) -> tuple[Manifest, bool]:
-    """Write tensors as arrays, and everything else of a checkpoint.
+def write(
+    job: ShardJob, attempt: Attempt, weights: Callable[[], WeightsJob] | None = None
+) -> tuple[Manifest, bool]:
+    """Write tensors, and everything else of a checkpoint.
 
     Args:
         job: writes the arrays.
         attempt: the attempt.
+        weights: makes the job that writes the other tensors as safetensors files (default: there are none).
 
     Returns:
         The manifest, which the caller commits, and whether there are records, which the caller then discards.
@@ -195,27 +223,50 @@ def write(job: ShardJob, attempt: Attempt) -> tuple[Manifest, bool]:
         NotFinished: another process is to commit.
     """
     store, how = job.store, job.how
-    with job, ThreadPoolExecutor(1) as beside:
-        for source in job.sources:
-            _list_files(source)
+    workers = how.workers or workers_for(*(source.store for source in job.sources), store)
+    total = job.total
+
+    def run_tasks(tasks: ShardJob | WeightsJob, before: int) -> bool:
+        """Run the tasks of a job, which come after so many bytes of another."""
         if attempt.began is None:
-            job.resume()
+            tasks.resume()
         for source in job.sources if how.where != HERE else ():
             if (watching := find_watched(source.store)) is not None:
                 for file in source.metadata.files:  # others have read them, too
                     watching.note(file)
+        report = None if how.progress is None else partial(_report, how.progress, before, total)
+        return run_job(tasks, how.where, workers, report)
+
+    with job, ThreadPoolExecutor(1) as beside:
+        for source in job.sources:
+            _list_files(source)
         metadata = beside.submit(_write_metadata, store, job.arrays) if how.where.finishes else None
-        workers = how.workers or workers_for(*(source.store for source in job.sources), store)
-        if not run_job(job, how.where, workers, how.progress):
-            raise NotFinished(f"this part of {store.url} is written; another process commits it")
-        arrays, verified = job.finish()
+        if finishes := run_tasks(job, 0):
+            arrays, verified = job.finish()
         if metadata is not None:
             metadata.result()
-    made = _described(job.source, store, attempt, arrays)
+    recorded, sidecar, folder, infos = job.recorded or how.where != HERE, None, None, job.infos
+    if weights is not None:
+        with weights() as files:
+            total += files.total
+            if finishes := run_tasks(files, job.total):
+                of_files, sidecar = files.finish(), files.put_sidecar()
+                held = [placed.info for placed in files.weights.tensors.values()]
+                verified = joined([(job.infos, verified), (held, of_files)])
+        recorded, folder, infos = recorded or files.recorded, files.weights.folder, files.infos
+    if not finishes:
+        raise NotFinished(f"this part of {store.url} is written; another process commits it")
+    by_key = {Key(doc.name, doc.state): doc for doc in arrays}
+    docs = tuple(by_key.get(i.key) or TensorDoc(i.name, i.state, i.dtype, i.shape) for i in infos)
+    made = _described(job.source, store, attempt, docs, folder)
     for source in job.sources[1:]:
         _check_unchanged(source)
-    made = made.model_copy(update={"verified": verified, "grid": grid_doc(how.chunk_bytes, how.shard_bytes)})
-    return made, job.recorded or how.where != HERE
+    grid = grid_doc(how.chunk_bytes, how.shard_bytes) if job.infos or weights is None else None
+    return made.model_copy(update={"verified": verified, "grid": grid, "sidecar": sidecar}), recorded
+
+
+def _report(progress: Callable[[int, int], None], before: int, total: int, done: int, _of: int) -> None:
+    progress(min(before + done, total), total)
 
 
 def _list_files(source: Checkpoint) -> None:
@@ -225,12 +276,14 @@ def _list_files(source: Checkpoint) -> None:
             pass
 
 
-def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tuple[TensorDoc, ...]) -> Manifest:
-    """Write everything except the tensors, and return the manifest.
+def _described(
+    source: Checkpoint, store: Store, attempt: Attempt, tensors: tuple[TensorDoc, ...], folder: str | None = None
+) -> Manifest:
+    """Write everything except the tensors, and return the manifest; `folder` is that of safetensors files.
 
     These are the last reads of the source; its files must still be the ones that were opened.
     """
-    objects, assets = attempt.folder("objects"), attempt.folder("assets")
+    objects = attempt.folder("objects")
     names, keys = {t.name for t in tensors}, [Key(t.name, t.state) for t in tensors]
     spread = spread_of(source.viewed, keys)
     old = outdated(source.viewed, source.assets, source.objects)
@@ -251,10 +304,7 @@ def _described(source: Checkpoint, store: Store, attempt: Attempt, tensors: tupl
         aliases={a: n for a, n in source.aliases.items() if n in names},
         objects=put_objects(store, objects, values),
         per_rank=copy_per_rank(source.universal, store, objects),
-        assets={
-            name: put_file(store, f"{assets}/{folder}", source.assets[name])
-            for name, folder in folder_names(source.assets).items()
-        },
+        assets=put_assets(store, attempt.id, folder, source.assets),
         tensors=TensorTable.of(replace(t, at=paths_of(source.metadata, k)) for t, k in zip(tensors, keys, strict=True)),
     )
     _check_unchanged(source)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.finished import SumDoc
     from ucformat.reading.readable import FileRecord
 
-__all__ = ["StreamVerifier", "verifying"]
+__all__ = ["StreamVerifier", "joined", "verifying"]
 
 _READ = 4 << 20  # bytes that are read at once of remaining bytes
 _NAMED = 5  # tensors of a damaged record that an error names
@@ -314,10 +314,7 @@ class StreamVerifier:
             infos: the tensors.
             bare: those of which other processes have read bytes that no checksum covers (default: none).
         """
-        found = self._bare.union(bare)
-        default = 2 * len(found) <= len(infos)
-        but = [i.key for i in infos if (i.key in found) == default]
-        return VerifiedDoc(default=default, but=tuple((k.name, k.state) for k in but), besides=self._besides)
+        return _verified(infos, self._bare.union(bare), self._besides)
 
     def _damaged(self, one: StreamSum) -> ChecksumError:
         held = list(self._tensors_in(one))
@@ -337,6 +334,24 @@ class StreamVerifier:
                     if e.file == one.file and e.box.size and e.offset < one.stop and e.last + info.itemsize > one.start:
                         yield info.key
                         break
+
+
+def _verified(infos: Sequence[TensorInfo], bare: Collection[tuple[str, str]], besides: int) -> VerifiedDoc:
+    default = 2 * len(bare) <= len(infos)
+    but = tuple((i.name, i.state) for i in infos if (i.key in bare) == default)
+    return VerifiedDoc(default=default, but=but, besides=besides)
+
+
+def joined(parts: Sequence[tuple[Sequence[TensorInfo], VerifiedDoc]]) -> VerifiedDoc:
+    """Which tensors of several conversions into one checkpoint were verified.
+
+    Args:
+        parts: the tensors of each, and which of them were verified.
+    """
+    infos = [info for of_part, _ in parts for info in of_part]
+    stated = [(of_part, frozenset(doc.but), doc.default) for of_part, doc in parts]
+    bare = {i.key for of_part, but, default in stated for i in of_part if (i.key in but) == default}
+    return _verified(infos, bare, sum(doc.besides for _, doc in parts))
 
 
 @contextmanager

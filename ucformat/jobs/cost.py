@@ -16,6 +16,7 @@ from ucformat.jobs.profiles import profile_of
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import How, ShardJob
 from ucformat.jobs.verify import VerifyJob
+from ucformat.jobs.weights import plan_weights
 from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.references import open_reference
 from ucformat.storage.upload import part_size, unit_for
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Cost", "estimate", "seconds_at"]
 
 _READ = 4 << 20  # bytes that copy and verify read at once
+_ATTEMPT = "0" * 20  # in the place of the name of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ def estimate(
     shard_bytes: int | None = None,
     workers: int | None = None,
     *,
+    weights: Literal["safetensors"] | None = None,
     verify: bool = True,
 ) -> Cost:
     """Estimate what a job costs; reads metadata alone, and writes nothing.
@@ -80,6 +83,7 @@ def estimate(
         chunk_bytes: as for `convert`.
         shard_bytes: as for `convert`.
         workers: as for `convert`.
+        weights: as for `convert`.
         verify: as for `convert`.
 
     Raises:
@@ -105,10 +109,16 @@ def estimate(
         return _cost(ck, store, workers, read, (sum(_puts(store, n) for n in sizes), sum(sizes)))
     chosen = None if states is None else as_strings(states)
     infos = [i for i in ck.tensors.values() if chosen is None or i.state in chosen]
-    with ShardJob(ck, store, "0" * 20, infos, How(chunk_bytes, shard_bytes, verify=verify)) as shards:
+    planned = None if weights is None else plan_weights(ck, infos, _ATTEMPT)
+    if planned is not None:
+        infos = [i for i in infos if i.key not in planned.tensors]
+    with ShardJob(ck, store, _ATTEMPT, infos, How(chunk_bytes, shard_bytes, verify=verify)) as shards:
         reads = list(_reads(shards, "whole" if verify else "never"))
         sizes = [array.grid.file_nbytes(shard) for array, shard in map(shards.shard, range(shards.count))]
-    read = (shards.count, len(sizes), sum(n for n, _ in reads), sum(n for _, n in reads))
+    for file in () if planned is None else planned.files:
+        reads.append((math.ceil(file.nbytes / BAND_BYTES), file.nbytes))
+        sizes.append(file.nbytes)
+    read = (len(sizes), len(sizes), sum(n for n, _ in reads), sum(n for _, n in reads))
     return _cost(ck, store, workers, read, (sum(_puts(store, n) for n in sizes), sum(sizes)))
 
 

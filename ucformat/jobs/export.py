@@ -25,6 +25,7 @@ from ucformat.jobs.export_place import begin_export, end_export, give_up_export
 from ucformat.jobs.opening import try_open
 from ucformat.jobs.record import lineage_from, with_catalog
 from ucformat.jobs.run import workers_for
+from ucformat.jobs.weight_files import weights_of
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.references import open_reference
 from ucformat.schema import FLOATS
@@ -220,11 +221,7 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None, exporter: Exporter
     if not exporter.weights_only:
         return found
     if states is None:
-        best: dict[str, TensorInfo] = {}
-        for info in found:
-            if info.state == "weight" or (info.state == "master" and info.name not in best):
-                best[info.name] = info
-        found = list(best.values())
+        found = weights_of(found)
     twice = [name for name, count in Counter(i.name for i in found).items() if count > 1]
     if twice:
         raise UsageError(

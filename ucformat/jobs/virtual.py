@@ -60,7 +60,8 @@ class VirtualExtents:
         self.origin: list[tuple[Store, str]] = []
         self.extents: list[list[Extent]] = []
         for info in infos:
-            found = [self._place(info, extent) for extent in single_extents(source.source.extents(info.key))]
+            stored = [e for e in single_extents(source.source.extents(info.key)) if e.box.size]
+            found = [self._place(info, extent) for extent in stored]
             prove(info, [(e.file, e.box) for e in found])
             self.extents.append(found)
 

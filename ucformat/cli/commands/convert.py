@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -48,6 +48,12 @@ __all__ = ["convert", "copy", "materialize"]
     metavar="N",
     help="Number of shards to write concurrently.  [default: one for each core, at most 16]",
 )
+@click.option(
+    "--weights",
+    type=click.Choice(["safetensors"]),
+    help="Store the weights as safetensors files that Hugging Face's tools load, with the configuration and the "
+    "tokenizer beside them.  [default: as arrays]",
+)
 @click.option("--no-verify", is_flag=True, help="Do not check the checksums in SRC's files.")
 @click.option(
     "--run", metavar="NAME", help="The training run to record in the catalog.  [default: SRC's, else DST's folder]"
@@ -69,6 +75,7 @@ def convert(
     shard_bytes: int | None,
     overwrite: bool,  # noqa: FBT001
     workers: int | None,
+    weights: Literal["safetensors"] | None,
     no_verify: bool,  # noqa: FBT001
     run: str | None,
     config: dict[str, Any] | None,
@@ -92,7 +99,9 @@ def convert(
 
     if dry_run:
         source, sizes = ucformat.open(src, view=view, options=options), (chunk_bytes, shard_bytes, workers)
-        cost = ucformat.estimate("convert", source, dst, list(states) or None, *sizes, verify=not no_verify)
+        cost = ucformat.estimate(
+            "convert", source, dst, list(states) or None, *sizes, weights=weights, verify=not no_verify
+        )
         print_cost(cost, out)
         return
     begun = time.perf_counter()
@@ -111,6 +120,7 @@ def convert(
                 run=run,
                 config=config,
                 metrics=metrics,
+                weights=weights,
                 verify=not no_verify,
                 on=where_of(on, part),
                 progress=progress,

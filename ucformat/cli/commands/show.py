@@ -145,6 +145,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "per_rank": list(ck.per_rank),
         "assets": list(ck.assets),
         "zarr_url": ck.zarr_url,
+        "hf_url": ck.hf_url,
         "unprotected": list(unprotected(ck)),
     }
 
@@ -169,6 +170,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "per_rank": None,
         "assets": None,
         "zarr_url": None,
+        "hf_url": None,
         "unprotected": None,
     }
 
@@ -221,10 +223,11 @@ def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
         "step": None if s["step"] is None else count(s["step"]),
         "layout": ", ".join(f"{k} {_value(v)}" for k, v in s["layout"].items()),
         "params": count(s["parameters"]) if s["parameters"] else None,
+        "hf_url": s["hf_url"],
     }
     for label, text in shown.items():
         if text:
-            yield from field(label, text, width)
+            yield from field(label.replace("_", " "), text, width)
     for name in s["outdated"] or ():
         yield from field("outdated", f"{name} has the sizes of the whole model, not of the view", width)
     for place in s["unprotected"] or ():

@@ -1,0 +1,280 @@
+"""The safetensors files of a universal checkpoint: where each weight is stored in them, and in which blocks.
+
+All of it is a pure function of the tensors and of the tied names, so all writers agree on it. Each byte is in one
+block: those of a header, those of the index, or some rows of a tensor, about 1 MiB.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ucformat.exporters.base import Span
+from ucformat.exporters.safetensors import files_of
+from ucformat.format.arrays import folder_names, put_file
+from ucformat.format.chunking import TILE_BYTES, chunk_shape
+from ucformat.format.digest import CRC32C_SHIFT
+from ucformat.format.sidecar import Columns
+from ucformat.geometry.box import Box, row_major
+from ucformat.schema.tensors import quoted
+from ucformat.sources.model_files import find_assets
+from ucformat.storage.base import Info
+from ucformat.storage.strided import checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.geometry.tensor import Key, TensorInfo
+    from ucformat.schema.manifest import FileDoc
+    from ucformat.storage.base import Store
+
+    Crcs = NDArray[np.uint32]
+
+__all__ = ["FixedBlock", "PlacedTensor", "WeightFiles", "put_assets", "weights_folder", "weights_of"]
+
+
+def weights_of(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
+    """The tensors that a file with one tensor of each name holds: the weights, or masters where only these are stored.
+
+    Args:
+        infos: all tensors.
+    """
+    best: dict[str, TensorInfo] = {}
+    for info in infos:
+        if info.state == "weight" or (info.state == "master" and info.name not in best):
+            best[info.name] = info
+    return list(best.values())
+
+
+def weights_folder(attempt: str, states: Iterable[str]) -> str:
+    """The folder of the files: `data/<attempt>/weights`, unless that is the folder of a state.
+
+    Args:
+        attempt: the attempt's name.
+        states: the states that are stored as arrays.
+    """
+    taken = {folder.lower() for folder in folder_names(set(states)).values()}
+    return f"data/{attempt}/weights{'~' if 'weights' in taken else ''}"  # a tilde is otherwise followed by a hash
+
+
+def put_assets(store: Store, attempt: str, folder: str | None, assets: Mapping[str, bytes]) -> dict[str, FileDoc]:
+    """Write the assets of a checkpoint.
+
+    Args:
+        store: the place.
+        attempt: the attempt's name.
+        folder: of the safetensors files, which get those beside them that Hugging Face's tools read (None: there are
+            no such files).
+        assets: the assets.
+
+    Returns:
+        Their entries in the manifest.
+    """
+    found = () if folder is None else find_assets(Info(name, 0, "") for name in assets)
+    beside = {name for name in found if "/".join(map(quoted, name.split("/"))) == name}
+    return {
+        name: put_file(store, f"{folder}/{name}" if name in beside else f"assets/{attempt}/{own}", assets[name])
+        for name, own in folder_names(assets).items()
+    }
+
+
+class FixedBlock(NamedTuple):
+    """The bytes of a header, or of the index: block number `number`, at the beginning of a file."""
+
+    file: int
+    number: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """A tensor in a file, row-major, cut into blocks of consecutive rows.
+
+    Attributes:
+        info: the tensor.
+        file: the number of the file.
+        offset: the byte of the file at which it begins.
+        edges: the shape of a block, in elements.
+        first: the number of its first block.
+    """
+
+    info: TensorInfo
+    file: int
+    offset: int
+    edges: tuple[int, ...]
+    first: int
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The number of blocks along each dim."""
+        return tuple(-(-n // e) for n, e in zip(self.info.shape, self.edges, strict=True))
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return math.prod(self.grid)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes of the file from an element to the next, along each dim."""
+        return row_major(self.info.shape, self.info.itemsize)
+
+    def at(self, start: Sequence[int]) -> int:
+        """The byte of the file at which an element begins.
+
+        Args:
+            start: the index of the element.
+        """
+        return self.offset + sum(i * s for i, s in zip(start, self.strides, strict=True))
+
+    def blocks(self, within: Box) -> Iterator[tuple[int, Box]]:
+        """The blocks that intersect a box of the tensor, each with its number.
+
+        Args:
+            within: the box.
+        """
+        if not within.size:
+            return
+        grid, shape, edges = self.grid, self.info.shape, self.edges
+        first = [a // e for a, e in zip(within.start, edges, strict=True)]
+        counts = [(b - 1) // e + 1 - f for b, e, f in zip(within.stop, edges, first, strict=True)]
+        for index in np.ndindex(*counts):
+            at = tuple(f + i for f, i in zip(first, index, strict=True))
+            start = tuple(i * e for i, e in zip(at, edges, strict=True))
+            box = Box(start, tuple(min(e, n - a) for e, n, a in zip(edges, shape, start, strict=True)))
+            yield self.first + sum(i * s for i, s in zip(at, row_major(grid), strict=True)), box
+
+    def rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Of all blocks the first index, the shape, the byte of the file, and the bytes."""
+        ndim, edges = len(self.edges), np.array(self.edges, np.int64)
+        start = np.indices(self.grid, np.int64).reshape(ndim, self.count).T * edges
+        shape = np.minimum(edges, np.array(self.info.shape, np.int64) - start)
+        offset = self.offset + start @ np.array(self.strides, np.int64)
+        return start, shape, offset, shape.prod(axis=1) * self.info.itemsize
+
+
+class WeightFiles:
+    """The files, their blocks, and the tensors in them.
+
+    Attributes:
+        folder: the key of their folder.
+        files: what is in them.
+        fixed: the headers and the index.
+        tensors: the tensors.
+        count: the number of blocks.
+
+    Args:
+        infos: the tensors, one of each name.
+        tied: the stored name of each further name.
+        folder: the key of their folder.
+
+    Raises:
+        UnsupportedError: safetensors has no such dtype or name, or a header would be too large.
+    """
+
+    def __init__(self, infos: Sequence[TensorInfo], tied: Mapping[str, str], folder: str) -> None:
+        self.folder = folder
+        self.files = tuple(replace(f, key=f"{folder}/{f.key}", last=False) for f in files_of(infos, tied))
+        self.fixed: list[FixedBlock] = []
+        self.tensors: dict[Key, PlacedTensor] = {}
+        self._first: list[int] = []  # the number of the first block of each file
+        self.count = 0
+        for file, target in enumerate(self.files):
+            self._first.append(self.count)
+            offset = 0
+            for part in target.parts():
+                if isinstance(part, Span):
+                    (info, _), *_ = part.pieces
+                    edges = chunk_shape(info.shape, info.itemsize, TILE_BYTES, 1)
+                    placed = PlacedTensor(info, file, offset, edges, self.count)
+                    self.tensors[info.key] = placed
+                    self.count += placed.count
+                    offset += info.nbytes
+                elif isinstance(part, bytes):
+                    self.fixed.append(FixedBlock(file, self.count, part))
+                    self.count += 1
+                    offset += len(part)
+
+    def numbers(self, file: int) -> range:
+        """The numbers of the blocks of a file, in their order.
+
+        Args:
+            file: its number.
+        """
+        return range(self._first[file], [*self._first, self.count][file + 1])
+
+    def block_sizes(self, file: int) -> NDArray[np.int64]:
+        """The bytes of each block of a file, in their order.
+
+        Args:
+            file: its number.
+        """
+        sizes = np.zeros(len(self.numbers(file)), np.int64)
+        begin = self._first[file]
+        for block in self.fixed:
+            if block.file == file:
+                sizes[block.number - begin] = len(block.data)
+        for placed in self.tensors.values():
+            if placed.file == file:
+                sizes[placed.first - begin : placed.first - begin + placed.count] = placed.rows()[3]
+        return sizes
+
+    def fixed_crcs(self, crcs: Crcs) -> None:
+        """Fill in the checksums of headers and of the index.
+
+        Args:
+            crcs: of all blocks.
+        """
+        for block in self.fixed:
+            crcs[block.number] = checksum(memoryview(block.data))
+
+    def columns(self, number: Mapping[Key, int], crcs: Crcs) -> tuple[Columns, list[str]]:
+        """The extents for the sidecar, and the keys of the files that they number.
+
+        A block of bytes that belong to no tensor, a header or the index, is that of an extent without elements. If all
+        tensors have no dims, there is none, and the header is in the block of the first tensor.
+
+        Args:
+            number: the number of each tensor in the manifest.
+            crcs: the CRC-32C of all blocks.
+        """
+        found: list[tuple[NDArray[np.int64], ...]] = []
+        by_dim: list[tuple[NDArray[np.int64], ...]] = []
+        before: dict[int, FixedBlock] = {}
+        for block in self.fixed:
+            carrier = self._carrier(block.file)
+            if carrier is None:
+                before[block.file] = block
+                continue
+            none = np.zeros(len(carrier.edges), np.int64)
+            row = (number[carrier.info.key], block.file, 0, 0, len(block.data), int(crcs[block.number]))
+            found.append(tuple(np.array([value], np.int64) for value in row))
+            by_dim.append((none, none, none))
+        for key, placed in self.tensors.items():
+            start, shape, offset, nbytes = placed.rows()
+            n, sums = placed.count, crcs[placed.first : placed.first + placed.count].astype(np.int64)
+            begin = offset.copy()
+            if n and (block := before.pop(placed.file, None)) is not None:
+                sums[0] ^= CRC32C_SHIFT(int(crcs[block.number]), int(nbytes[0]))
+                begin[0], nbytes[0] = 0, nbytes[0] + offset[0]
+            found.append((np.full(n, number[key]), np.full(n, placed.file), offset, begin, nbytes, sums))
+            strides = np.broadcast_to(np.array(placed.strides, np.int64), shape.shape)
+            by_dim.append((start.reshape(-1), shape.reshape(-1), strides.reshape(-1)))
+        names = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
+        rows = {name: _joined(column) for name, column in zip(names, zip(*found, strict=True), strict=True)}
+        start, shape, strides = map(_joined, zip(*by_dim, strict=True))
+        return Columns(**rows, start=start, shape=shape, strides=strides), [file.key for file in self.files]
+
+    def _carrier(self, file: int) -> PlacedTensor | None:
+        """A tensor with dims, of which an extent has no elements: of this file, if there is one."""
+        with_dims = [placed for placed in self.tensors.values() if placed.edges]
+        return next((placed for placed in with_dims if placed.file == file), next(iter(with_dims), None))
+
+
+def _joined(columns: Iterable[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(0, np.int64), *columns])

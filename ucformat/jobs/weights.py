@@ -1,0 +1,168 @@
+"""The safetensors files that a conversion writes, as tasks, and the checksums of their blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from ucformat.errors import UsageError
+from ucformat.format.arrays import put_file
+from ucformat.format.digest import document_digest
+from ucformat.format.sidecar import encode_columns
+from ucformat.geometry.tensor import Key
+from ucformat.jobs.export_files import FilesJob
+from ucformat.jobs.reopen import other_found, reopen, spec_of
+from ucformat.jobs.shards import How, plan_document
+from ucformat.jobs.weight_files import WeightFiles, weights_folder, weights_of
+from ucformat.schema.manifest import SidecarDoc, VerifiedDoc
+from ucformat.storage.strided import checksum
+from ucformat.storage.url import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.jobs.finished import TaskDoc
+    from ucformat.storage.base import Store
+
+__all__ = ["WeightsJob", "plan_weights"]
+
+_CRC_BYTES = 4
+
+
+def plan_weights(source: Checkpoint, infos: Sequence[TensorInfo], attempt: str) -> WeightFiles:
+    """Plan the safetensors files of a conversion.
+
+    Args:
+        source: the checkpoint that is converted.
+        infos: the tensors that are converted.
+        attempt: the attempt's name.
+
+    Raises:
+        UsageError: there are no weights.
+        UnsupportedError: safetensors cannot express a tensor; the message names it.
+    """
+    chosen = weights_of(infos)
+    if not chosen:
+        raise UsageError(
+            f"{source.url}: no weights are to be converted, and so there are none for safetensors files",
+            hint="leave out the weights option, or convert the state weight or master too",
+        )
+    held = {info.key for info in chosen}
+    states = {info.state for info in infos if info.key not in held}
+    return WeightFiles(chosen, source.aliases, weights_folder(attempt, states))
+
+
+class WeightsJob(FilesJob):
+    """Writes the safetensors files of a universal checkpoint, the large ones first.
+
+    Args:
+        source: the checkpoint that is converted.
+        store: the place of the new checkpoint.
+        attempt: the attempt's name.
+        infos: all tensors that are converted.
+        weights: the plan of the files.
+        how: the options.
+    """
+
+    kind = "convert"
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        store: Store,
+        attempt: str,
+        infos: Sequence[TensorInfo],
+        weights: WeightFiles,
+        how: How,
+    ) -> None:
+        self.attempt, self.infos, self.weights, self.how = attempt, infos, weights, how
+        self._order = sorted(range(len(self.weights.files)), key=lambda n: -self.weights.files[n].nbytes)
+        self._crcs = np.zeros(self.weights.count, np.uint32)
+        self._bare: set[Key] = set()
+        super().__init__(source, store, [self.weights.files[n] for n in self._order], verify=how.verify)
+
+    def spec(self) -> dict[str, Any]:
+        """See Job."""
+        return {
+            "job": "weights:WeightsJob",
+            "source": spec_of(self.source),
+            "store": self.store.url,
+            "attempt": self.attempt,
+            "tensors": [tuple(i.key) for i in self.infos],
+            "verify": self.input.verify,
+            "plan": document_digest(plan_document(self.source, self.infos, self.how)),
+            "grids": (self.how.chunk_bytes, self.how.shard_bytes),
+        }
+
+    @classmethod
+    def of_spec(cls, spec: Mapping[str, Any]) -> Self:
+        """See Job."""
+        source = reopen(spec["source"])
+        infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
+        how = How(*spec["grids"], verify=spec["verify"])
+        if document_digest(plan_document(source, infos, how)) != spec["plan"]:
+            raise other_found(source)
+        weights = plan_weights(source, infos, spec["attempt"])
+        return cls(source, open_store(spec["store"]), spec["attempt"], infos, weights, how)
+
+    def write_task(self, task: int) -> tuple[bool, bytes]:
+        """See FilesJob."""
+        sums = _BlockSums(self.weights.block_sizes(self._order[task]).tolist())
+        bare = self.write(self.files[task], sums.take)
+        return bare, np.array(sums.done, "<u4").tobytes()
+
+    def take_crcs(self, task: TaskDoc) -> None:
+        """See FilesJob."""
+        number = self._order[task.task]
+        blocks, found = self.weights.numbers(number), np.frombuffer(bytes.fromhex(task.crcs), "<u4")
+        if len(found) != len(blocks):  # a record of something else: the file is written again
+            self.finished.discard(task.task)
+            return
+        self._crcs[blocks.start : blocks.stop] = found
+        if task.bare:
+            self._bare.update(key for key, placed in self.weights.tensors.items() if placed.file == number)
+
+    def finish(self) -> VerifiedDoc:
+        """Complete the checksums of the source; call it when all tasks are finished.
+
+        Returns:
+            Which tensors in the files were verified.
+
+        Raises:
+            ChecksumError: a file of the source is damaged.
+            Conflict: a file of the source has changed.
+        """
+        self.check_source()
+        infos = [placed.info for placed in self.weights.tensors.values()]
+        verifier = self.input.verifier
+        return VerifiedDoc(default=False) if verifier is None else verifier.described(infos, self._bare)
+
+    def put_sidecar(self) -> SidecarDoc:
+        """Write the sidecar, with the extents of the tensors in the files; call it when all tasks are finished."""
+        number = {info.key: n for n, info in enumerate(self.infos)}
+        data = encode_columns(*self.weights.columns(number, self._crcs))
+        doc = put_file(self.store, f"data/{self.attempt}/extents.safetensors", data)
+        return SidecarDoc(**doc.model_dump())
+
+
+class _BlockSums:
+    """The CRC-32C of each block of a file, which is taken from beginning to end."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._left, self._crc = sizes[0], 0
+        self.done: list[int] = []
+
+    def take(self, data: memoryview) -> None:
+        data = data.cast("B")
+        while data:
+            part, data = data[: self._left], data[self._left :]
+            self._crc = checksum(part, self._crc)
+            self._left -= len(part)
+            if not self._left:
+                self.done.append(self._crc)
+                self._crc = 0
+                self._left = self._sizes[len(self.done)] if len(self.done) < len(self._sizes) else 0
