@@ -259,7 +259,8 @@ class WeightFiles:
             start, shape, offset, nbytes = placed.rows()
             n, sums = placed.count, crcs[placed.first : placed.first + placed.count].astype(np.int64)
             begin = offset.copy()
-            if n and (block := before.pop(placed.file, None)) is not None:
+            if n and placed.file in before:
+                block = before.pop(placed.file)
                 sums[0] ^= CRC32C_SHIFT(int(crcs[block.number]), int(nbytes[0]))
                 begin[0], nbytes[0] = 0, nbytes[0] + offset[0]
             found.append((np.full(n, number[key]), np.full(n, placed.file), offset, begin, nbytes, sums))

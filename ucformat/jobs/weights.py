@@ -102,7 +102,8 @@ class WeightsJob(FilesJob):
         """See Job."""
         source = reopen(spec["source"])
         infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
-        how = How(*spec["grids"], verify=spec["verify"])
+        chunk_bytes, shard_bytes = spec["grids"]
+        how = How(chunk_bytes, shard_bytes, verify=spec["verify"])
         if document_digest(plan_document(source, infos, how)) != spec["plan"]:
             raise other_found(source)
         weights = plan_weights(source, infos, spec["attempt"])

@@ -62,7 +62,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
         _extensions: not supported.
         serialization_format: only the default is supported.
         form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file per rank
-            without communication, which can be opened alike, and which `ucp materialize` converts to arrays.
+            without communication, which can be opened alike, and which `ucp materialize` converts to arrays;
+            `safetensors` is as for `ucformat.torch.save`.
         step: the training step.
         run: name of the training run, for the catalog.
         metrics: numbers to record in the catalog.
@@ -91,7 +92,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
         _extensions: Sequence[Any] | None = None,
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         *,
-        form: Literal["zarr", "packed"] = "zarr",
+        form: Literal["zarr", "packed", "safetensors"] = "zarr",
         step: int | None = None,
         run: str | None = None,
         metrics: Mapping[str, float] | None = None,

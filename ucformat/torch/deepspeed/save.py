@@ -243,7 +243,7 @@ def save(
     metrics: Mapping[str, float] | None = None,
     config: Mapping[str, Any] | None = None,
     client_state: Mapping[str, Any] | None = None,
-    form: Literal["zarr", "packed"] = "zarr",
+    form: Literal["zarr", "packed", "safetensors"] = "zarr",
     overwrite: bool = False,
     lineage: Sequence[LineageDoc] = (),
     timeout: float = TIMEOUT,
@@ -263,7 +263,8 @@ def save(
         config: configuration of the training, JSON values (default: DeepSpeed's, without secrets). DeepSpeed's is
             always saved as the object `ds_config`, too.
         client_state: as for `collect`.
-        form: `zarr` writes arrays, `packed` one file per rank; see `ucformat.torch.save`.
+        form: `zarr` writes arrays, `packed` one file per rank, `safetensors` files of weights; see
+            `ucformat.torch.save`.
         overwrite: replace an existing checkpoint, which stays intact until the new one is committed.
         lineage: the checkpoints that this one was derived from.
         timeout: seconds after which an unresponsive rank is considered dead.

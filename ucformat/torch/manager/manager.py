@@ -73,7 +73,8 @@ class Manager:
             are logged as warnings. By default nothing is deleted.
         run: name of the run, for the catalog.
         config: configuration of the training, JSON values.
-        form: `zarr` or `packed`, as for `save`.
+        form: as for `save`.
+        assets: as for `save`.
         asynchronous: save in the background, at most one checkpoint at a time.
         overwrite: replace an existing checkpoint of the same step. By default that raises Conflict, except for steps
             after the restored one: there a damaged checkpoint is replaced, and an intact one is kept beside the new.
@@ -96,7 +97,8 @@ class Manager:
         keep: Keep | None = None,
         run: str | None = None,
         config: Mapping[str, Any] | None = None,
-        form: Literal["zarr", "packed"] = "zarr",
+        form: Literal["zarr", "packed", "safetensors"] = "zarr",
+        assets: str | PathLike[str] | None = None,
         asynchronous: bool = False,
         overwrite: bool = False,
         replicas: Literal["equal", "first"] = "equal",
@@ -112,7 +114,7 @@ class Manager:
         self._every, self._asynchronous, self._overwrite = every, asynchronous, overwrite
         self._retention = None if keep is None else _make_retention(self.url, keep)
         self._options: dict[str, Any] = {"run": run, "config": config, "form": form, "replicas": replicas}
-        self._options |= {"chunk_bytes": chunk_bytes, "shard_bytes": shard_bytes}
+        self._options |= {"assets": assets, "chunk_bytes": chunk_bytes, "shard_bytes": shard_bytes}
         self._group, self._timeout = group, timeout
         self._exchanges_bits = bool(signals) or isinstance(every, timedelta)
         self._signals = Signals(signals)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, is_live
 from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.assets import assets_of
 from ucformat.torch.saving.background import BackgroundWriter, close_writer, writers
 from ucformat.torch.saving.manifest import SaveMetadata
 from ucformat.torch.saving.options import SaveOptions
@@ -130,7 +131,8 @@ def async_save(
     run: str | None = None,
     metrics: Mapping[str, float] | None = None,
     config: Mapping[str, Any] | None = None,
-    form: Literal["zarr", "packed"] = "zarr",
+    form: Literal["zarr", "packed", "safetensors"] = "zarr",
+    assets: str | PathLike[str] | None = None,
     overwrite: bool = False,
     lineage: Sequence[LineageDoc] = (),
     after: int | None = None,
@@ -154,6 +156,7 @@ def async_save(
         metrics: as for `save`.
         config: as for `save`.
         form: as for `save`.
+        assets: as for `save`.
         overwrite: as for `save`.
         lineage: as for `save`.
         after: as for `save`.
@@ -177,7 +180,8 @@ def async_save(
     with group_for_call(group, timeout, "async_save", url) as ranks:
         with ranks.sharing_errors():
             options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
-            metadata = SaveMetadata.of(step, run, metrics, config, lineage, after)
+            beside = {} if ranks.rank else assets_of(state if form == "safetensors" else {}, assets)
+            metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside)
             held = local_state(state)
         with background_writer(ranks, in_flight) as writer:
             return writer.save(held, options, metadata, begun)

@@ -6,13 +6,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
-from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ucformat.errors import UsageError
-from ucformat.format.commit import begin
 from ucformat.format.digest import document_digest
 from ucformat.torch.comm.wire import decode, encode, message
 from ucformat.torch.saving.assignment import (
@@ -28,10 +26,9 @@ from ucformat.torch.saving.equality import check_replicas, manifest_paths, objec
 from ucformat.torch.saving.options import SaveOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ucformat.format.commit import Attempt
-    from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
 
 __all__ = ["Dealt", "plan_listed"]
@@ -79,7 +76,7 @@ class _Reply:
 def plan_listed(
     group: Group,
     options: SaveOptions,
-    store: Store,
+    start: Callable[[], Attempt],
     items: Sequence[WriteItem],
     sums: Sequence[NDArray[np.uint32]],
     aliases: Mapping[str, str],
@@ -92,7 +89,7 @@ def plan_listed(
     Args:
         group: the ranks.
         options: of the save.
-        store: of the checkpoint.
+        start: begins the attempt, on rank 0.
         items: what this rank holds of these tensors.
         sums: the checksums of each item's pieces.
         aliases: tied names.
@@ -115,7 +112,7 @@ def plan_listed(
     for again in (False, True):
         sent = None if known and not again else encoded
         offer = _LocalPlan(options, digest, known, begin_at, sent, aliases, joined, digests)
-        coordinator = _Coordinator(group, store, described)
+        coordinator = _Coordinator(group, start, described)
         answer: _Reply | None = group.gather_scatter(offer, coordinator.answer, _LocalPlan, _Reply | None)
         if answer is not None:
             break
@@ -131,8 +128,8 @@ def plan_listed(
 class _Coordinator:
     """Rank 0's part of `plan_save` for tensors whose boxes are listed, which come after those that are described."""
 
-    def __init__(self, group: Group, store: Store, described: GlobalPlan | None) -> None:
-        self.group, self.store, self._described = group, store, described
+    def __init__(self, group: Group, start: Callable[[], Attempt], described: GlobalPlan | None) -> None:
+        self.group, self._start, self._described = group, start, described
         self.attempt: Attempt | None = None
         self.plan: GlobalPlan | None = None
 
@@ -158,7 +155,7 @@ class _Coordinator:
         object_names = object_owners(
             [(rank, o.objects) for rank, o in enumerate(offers)], equal=options.replicas == "equal"
         )
-        self.attempt = begin(self.store, {"save": uuid4().hex}, overwrite=options.overwrite)
+        self.attempt = self._start()
         return [
             _Reply(
                 plan,

@@ -10,15 +10,20 @@ from dataclasses import field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ucformat._version import __version__
 from ucformat.format.arrays import array_doc, grid_doc, put_file
 from ucformat.format.commit import new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.distribution import Distribution, RankMesh
 from ucformat.format.objects import put_objects
+from ucformat.format.sidecar import encode_columns
 from ucformat.format.structure import per_rank_problems, refuse
 from ucformat.format.universal import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.jobs.weight_files import put_assets
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import Place, path_to_json
 from ucformat.schema.manifest import (
@@ -30,9 +35,10 @@ from ucformat.schema.manifest import (
     SidecarDoc,
     WriterDoc,
 )
-from ucformat.schema.tensors import TensorTable
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import encode, message
+from ucformat.torch.saving.in_place import NO_SUMS, block_crcs
 from ucformat.torch.saving.rank_values import RankValues
 from ucformat.torch.saving.write import Leaves, sidecar_of
 
@@ -43,6 +49,7 @@ if TYPE_CHECKING:
     from ucformat.format.commit import Attempt
     from ucformat.storage.base import Store
     from ucformat.torch.saving.assignment import GlobalPlan
+    from ucformat.torch.saving.in_place import InPlace
     from ucformat.torch.saving.options import SaveOptions
     from ucformat.torch.state.local import LocalState
 
@@ -66,7 +73,8 @@ _LISTED = 64  # ranks that a manifest lists, at most, so that it does not grow w
 class SaveMetadata:
     """What the manifest records about a checkpoint in addition to its state, the same on all ranks.
 
-    `after` is the greatest known commit count of the run, in addition to those in `lineage`.
+    `after` is the greatest known commit count of the run, in addition to those in `lineage`. `assets` are files
+    to store; only rank 0 has them.
     """
 
     step: int | None = None
@@ -75,6 +83,7 @@ class SaveMetadata:
     config: Mapping[str, Any] = field(default_factory=dict)
     lineage: tuple[LineageDoc, ...] = ()
     after: int | None = None
+    assets: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def commits(self) -> int | None:
@@ -91,6 +100,7 @@ class SaveMetadata:
         config: Mapping[str, Any] | None,
         lineage: Sequence[LineageDoc],
         after: int | None = None,
+        assets: Mapping[str, bytes] | None = None,
     ) -> SaveMetadata:
         """Create it from arguments of `save`.
 
@@ -101,8 +111,9 @@ class SaveMetadata:
             config: configuration of the training.
             lineage: the checkpoints that this one was derived from.
             after: the greatest known commit count of the run.
+            assets: files to store, by name.
         """
-        return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after)
+        return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after, dict(assets or {}))
 
 
 @message
@@ -200,6 +211,7 @@ class WriteReport:
         states: what is the same on several ranks, by its digest.
         ranks: what is not.
         values: those that each rank has as its own.
+        sums: of the safetensors form: parts of the checksums of blocks.
     """
 
     leaves: Leaves
@@ -207,10 +219,18 @@ class WriteReport:
     states: Mapping[bytes, StateInfo]
     ranks: tuple[RankReport, ...]
     values: RankValues
+    sums: NDArray[np.uint32]
 
 
 def write_report(
-    rank: int, state: StateInfo, leaves: Leaves, objects: Mapping[str, Any], nbytes: int, seconds: float, stall: float
+    rank: int,
+    state: StateInfo,
+    leaves: Leaves,
+    objects: Mapping[str, Any],
+    nbytes: int,
+    seconds: float,
+    stall: float,
+    sums: NDArray[np.uint32] = NO_SUMS,
 ) -> WriteReport:
     """Return the report of one rank.
 
@@ -222,13 +242,14 @@ def write_report(
         nbytes: bytes that it wrote.
         seconds: that writing took.
         stall: seconds for which training was blocked.
+        sums: of the safetensors form: its parts of the checksums of blocks.
     """
     shared = StateInfo(
         (), {}, {}, state.groups, state.aliases, state.layout, state.engine, places=state.places
     )  # without what the plan or rank 0 has anyway
     digest = hashlib.sha256(encode(shared, StateInfo)).digest()[:16]
     mine, values = RankReport(rank, digest, nbytes, seconds, stall), RankValues.of(rank, state.ranks)
-    return WriteReport(leaves, objects, {digest: shared}, (mine,), values)
+    return WriteReport(leaves, objects, {digest: shared}, (mine,), values, sums)
 
 
 def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
@@ -244,6 +265,7 @@ def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
         {**a.states, **b.states},
         (*a.ranks, *b.ranks),
         a.values.merged(b.values),
+        np.concatenate([a.sums, b.sums]),
     )
 
 
@@ -255,6 +277,7 @@ def manifest_of(
     plan: GlobalPlan,
     arrays: Sequence[Array],
     written: WriteReport,
+    weights: InPlace | None = None,
 ) -> Manifest:
     """Write the sidecar and the objects, and return the manifest; all other files must be durable.
 
@@ -266,20 +289,25 @@ def manifest_of(
         plan: of all ranks.
         arrays: all of the Zarr form.
         written: the report of all ranks.
+        weights: of the safetensors form, those that are no arrays.
     """
     data, sidecar, grid = f"data/{attempt.id}", None, None
     if options.form == "packed":
-        encoded = sidecar_of(plan, data)
-        doc = put_file(store, f"{data}/extents.safetensors", encoded)
-        sidecar = SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=doc.digest)
+        sidecar = sidecar_of(plan, data)
         tensors = plan.table or TensorTable.of(())
     else:
-        grid = grid_doc(options.chunk_bytes, options.shard_bytes)
+        in_files: list[TensorDoc] = []
+        if weights is not None and weights.plan is not None:
+            listed = zip(weights.plan.infos, weights.plan.paths, strict=True)
+            in_files = [TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in listed]
+            number = {info.key: n for n, info in enumerate(weights.plan.infos)}
+            sidecar = encode_columns(*weights.files.columns(number, block_crcs(weights.files, written.sums)))
+        grid = grid_doc(options.chunk_bytes, options.shard_bytes) if arrays or not in_files else None
         leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
         for key, at, found in written.leaves:
             leaves[key][at] = found
         rows = zip(arrays, plan.paths, strict=True)
-        tensors = TensorTable.of(replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows)
+        tensors = TensorTable.of([*in_files, *(replace(array_doc(a, leaves[a.info.key]), at=at) for a, at in rows)])
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
     objects = f"objects/{attempt.id}"
@@ -303,13 +331,19 @@ def manifest_of(
         aliases={a: n for s in states for a, n in s.aliases.items()},
         objects=put_objects(store, objects, written.objects),
         per_rank=_per_rank(store, objects, written.values, len(ranks)),
-        sidecar=sidecar,
+        assets=put_assets(store, attempt.id, None if weights is None else weights.files.folder, metadata.assets),
+        sidecar=None if sidecar is None else _put_sidecar(store, data, sidecar),
         grid=grid,
         writers=tuple(
             WriterDoc(rank=r.rank, nbytes=r.nbytes, seconds=r.seconds, stall=r.stall) for r in slowest(ranks)
         ),
         tensors=tensors,
     )
+
+
+def _put_sidecar(store: Store, folder: str, encoded: bytes) -> SidecarDoc:
+    doc = put_file(store, f"{folder}/extents.safetensors", encoded)
+    return SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=doc.digest)
 
 
 def _per_rank(store: Store, folder: str, values: RankValues, ranks: int) -> PerRankDoc | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ucformat.errors import UsageError
 from ucformat.format.arrays import lay_out
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Form", "SaveOptions"]
 
-Form = Literal["zarr", "packed"]
+#: How tensors are stored.
+Form = Literal["zarr", "packed", "safetensors"]
 
 
 @message
@@ -35,11 +36,10 @@ class SaveOptions:
     shard_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("form", ("zarr", "packed")), ("replicas", ("equal", "first"))):
+        for name, known in (("form", get_args(Form)), ("replicas", ("equal", "first"))):
             if getattr(self, name) not in known:
-                raise UsageError(
-                    f"{name}={getattr(self, name)!r} is not supported", hint=f'"{known[0]}" or "{known[1]}"'
-                )
+                listed = " or ".join(f'"{value}"' for value in known)
+                raise UsageError(f"{name}={getattr(self, name)!r} is not supported", hint=listed)
         for name in ("chunk_bytes", "shard_bytes"):
             given = getattr(self, name)
             if given is not None and given < 1:

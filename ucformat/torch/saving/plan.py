@@ -71,7 +71,7 @@ class Assignment(NamedTuple):
 
 
 def plan_save(
-    group: Group, options: SaveOptions, store: Store, held: Held
+    group: Group, options: SaveOptions, store: Store, held: Held, attempt: Attempt | None = None
 ) -> tuple[Assignment, Attempt | None, GlobalPlan | None]:
     """Plan a save in one small collective, if nothing but values has changed since the last one.
 
@@ -83,6 +83,7 @@ def plan_save(
         options: of the save.
         store: of the checkpoint.
         held: what this rank saves.
+        attempt: on rank 0, the attempt that this is a part of (None: one is begun).
 
     Returns:
         the assignment of this rank; on rank 0 also the attempt and the plan of all ranks.
@@ -92,12 +93,16 @@ def plan_save(
         CoverageError: no rank holds some part of a tensor.
         Conflict: a checkpoint exists, and is not to be replaced or is protected.
     """
+
+    def start() -> Attempt:
+        return attempt or begin(store, {"save": uuid4().hex}, overwrite=options.overwrite)
+
     with group.sharing_errors():
         sums = checksums(held.items, held.elements)
         digests = {k: document_digest(v) for k, v in held.objects.items()}
-    described = _plan_described(group, options, store, held, sums, digests)
+    described = _plan_described(group, options, start, held, sums, digests)
     if described is None:
-        dealt = plan_listed(group, options, store, held.items, sums, held.aliases, digests)
+        dealt = plan_listed(group, options, start, held.items, sums, held.aliases, digests)
         return Assignment(dealt.attempt, dealt.part, dealt.object_names), dealt.begun, dealt.plan
     listed, first = described.statement.listed, described.assignment
     if not listed:
@@ -105,7 +110,7 @@ def plan_save(
     numbers = [n for n, item in enumerate(held.items) if item.info.key in listed]
     items, begin_at = [held.items[n] for n in numbers], first.part.nbytes(held.items)
     dealt = plan_listed(
-        group, options, store, items, [sums[n] for n in numbers], held.aliases, {}, begin_at, described.plan
+        group, options, start, items, [sums[n] for n in numbers], held.aliases, {}, begin_at, described.plan
     )
     joint: tuple[WritePlan, WritePlan, WritePlan] | None = group.cache.get("joint part")
     if joint is None or joint[0] is not first.part or joint[1] is not dealt.part:
@@ -127,20 +132,20 @@ class _Described(NamedTuple):
 def _plan_described(
     group: Group,
     options: SaveOptions,
-    store: Store,
+    start: Callable[[], Attempt],
     held: Held,
     sums: Sequence[NDArray[np.uint32]],
     digests: Mapping[str, str],
 ) -> _Described | None:
     """The plan of the tensors that all ranks can describe; None if boxes of all tensors have to be listed."""
-    arrays, grid = options.form == "zarr", (options.form, options.chunk_bytes, options.shard_bytes)
+    arrays, grid = options.form != "packed", (options.form, options.chunk_bytes, options.shard_bytes)
     listed: frozenset[Key] = group.cache.get("listed", frozenset())  # equal on all ranks, or the options are not
     attempt: Attempt | None = None
 
     def begun() -> str:
         nonlocal attempt
         if not listed:
-            attempt = begin(store, {"save": uuid4().hex}, overwrite=options.overwrite)
+            attempt = start()
         return attempt.id if attempt else ""
 
     while True:
@@ -206,7 +211,7 @@ def described_plan(joined: Joined, form: Form) -> GlobalPlan:
     """
     infos = tuple(w.row.info for _, w in sorted(joined.rows, key=lambda r: r[0]))
     paths = manifest_paths(infos, paths_by_key(((rank, d.rows) for rank, d in joined.stated), {}))
-    if form == "zarr":
+    if form != "packed":
         return GlobalPlan(infos, paths)
     number = {info.key: n for n, info in enumerate(infos)}
     written = sorted((w for _, w in joined.rows), key=lambda w: file_order(w.row.info, w.distribution))

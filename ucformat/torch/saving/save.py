@@ -12,10 +12,13 @@ from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
 from ucformat.reading.garbage import gc_paused
+from ucformat.storage.in_place import local_store
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.assets import assets_of
 from ucformat.torch.saving.assignment import WriteItem
+from ucformat.torch.saving.in_place import NO_SUMS, plan_in_place, split, write_in_place
 from ucformat.torch.saving.manifest import (
     SaveMetadata,
     StateInfo,
@@ -37,9 +40,12 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ucformat.format.arrays import Array
+    from ucformat.format.commit import Attempt
     from ucformat.schema.manifest import LineageDoc
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
+    from ucformat.torch.saving.assignment import GlobalPlan
+    from ucformat.torch.saving.in_place import InPlace, Sums
     from ucformat.torch.saving.plan import Assignment
     from ucformat.torch.state.elements import Elements, Memory
     from ucformat.torch.state.local import LocalState
@@ -99,17 +105,21 @@ def write_checkpoint(
 
     distributions = [None if n < 0 else state.distributions[n] for n in state.distributed] or [None] * len(items)
     held = Held(items, distributions, state.aliases, state.objects, elements)
-    assignment, attempt, plan = plan_save(group, options, store, held)
+    in_place = None
+    if options.form == "safetensors":
+        held, assignment, attempt, plan, in_place = _plan_in_place(group, options, store, held)
+    else:
+        assignment, attempt, plan = plan_save(group, options, store, held)
     planned = time.monotonic()
     arrays: list[Array] = []  # all of the checkpoint, on rank 0
     try:
-        if plan is not None and options.form == "zarr":
+        if plan is not None and options.form != "packed":
             arrays = options.arrays(plan.infos, assignment.attempt)
-        leaves, nbytes = _write(state, options, assignment, store, group, elements, progress, threads, arrays)
+        leaves, sums, nbytes = _write(held, in_place, options, assignment, store, group, progress, threads, arrays)
         now = time.monotonic()
         objects = {k: state.objects[k] for k in assignment.object_names}
         stall = state.stall or now - begun
-        written: Any = write_report(group.rank, state, leaves, objects, nbytes, now - planned, stall)
+        written: Any = write_report(group.rank, state, leaves, objects, nbytes, now - planned, stall, sums)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         written = error
 
@@ -122,7 +132,7 @@ def write_checkpoint(
         assert attempt is not None  # noqa: S101 - rank 0 has both
         assert plan is not None  # noqa: S101
         nonlocal needed
-        manifest = manifest_of(store, options, metadata, attempt, plan, arrays, all_written)
+        manifest = manifest_of(store, options, metadata, attempt, plan, arrays, all_written, in_place)
         needed = True  # also if the commit is interrupted
         try:
             done = commit(store, attempt, manifest)
@@ -140,21 +150,38 @@ def write_checkpoint(
     return Saved(options.url, checkpoint, nbytes, planned - begun, time.monotonic() - planned)
 
 
+def _plan_in_place(
+    group: Group, options: SaveOptions, store: Store, held: Held
+) -> tuple[Held, Assignment, Attempt | None, GlobalPlan | None, InPlace]:
+    """Plan the safetensors form: what this rank holds besides weights, its plan, and that of weights."""
+    with group.sharing_errors():
+        local_store(store)
+        weights, others = split(held)
+    assignment, attempt, plan = plan_save(group, options, store, others)
+    try:
+        return others, assignment, attempt, plan, plan_in_place(group, options, store, weights, plan, attempt)
+    except BaseException:
+        if attempt is not None and group.intact:
+            discard(store, attempt.id)
+        raise
+
+
 def _write(
-    state: StateInfo,
+    held: Held,
+    in_place: InPlace | None,
     options: SaveOptions,
     assignment: Assignment,
     store: Store,
     group: Group,
-    elements: Callable[[int, int], Elements],
     progress: Callable[[int], None],
     threads: int,
     every: Sequence[Array],
-) -> tuple[Leaves, int]:
+) -> tuple[Leaves, Sums, int]:
     """Write this rank's part of the checkpoint, and make it durable; rank 0 has every array of the Zarr form.
 
     Returns:
-        digests of the chunks that it wrote in the Zarr form, and the number of bytes.
+        digests of the chunks that it wrote in the Zarr form, its parts of checksums of blocks in the safetensors form,
+        and the number of bytes.
     """
     nbytes, counting = 0, threading.Lock()
 
@@ -165,11 +192,12 @@ def _write(
             progress(n)
 
     leaves: Leaves = []
+    sums = NO_SUMS
     if options.form == "packed":
         parts = [
-            (info, pieces[p].box, elements(item, p))
+            (of.info, of.boxes[p], held.elements(item, p))
             for item, p in assignment.part.pieces
-            for info, pieces in (state.tensors[item],)
+            for of in (held.items[item],)
         ]
         write_packed(store, packed_file(f"data/{assignment.attempt}", group.rank), parts, wrote)
     else:
@@ -180,7 +208,7 @@ def _write(
             arrays,
             assignment.part.batches,
             assignment.part.messages,
-            lambda f: elements_within(elements(f.item, f.piece), state.tensors[f.item][1][f.piece].box, f.box),
+            lambda f: elements_within(held.elements(f.item, f.piece), held.items[f.item].boxes[f.piece], f.box),
             wrote,
             threads,
         )
@@ -192,8 +220,10 @@ def _write(
             for array in every:
                 if not array.grid.count:  # no rank writes a shard of it
                     put_array(store, array)
+    if in_place is not None:  # after the exchange, for which other ranks wait
+        sums = write_in_place(store, in_place, group.rank, wrote)
     store.flush()
-    return leaves, nbytes
+    return leaves, sums, nbytes
 
 
 _NO_METADATA = SaveMetadata()
@@ -207,7 +237,8 @@ def save(
     run: str | None = None,
     metrics: Mapping[str, float] | None = None,
     config: Mapping[str, Any] | None = None,
-    form: Literal["zarr", "packed"] = "zarr",
+    form: Literal["zarr", "packed", "safetensors"] = "zarr",
+    assets: str | PathLike[str] | None = None,
     overwrite: bool = False,
     lineage: Sequence[LineageDoc] = (),
     after: int | None = None,
@@ -230,7 +261,11 @@ def save(
         metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
         config: configuration of the training, JSON values.
         form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file per rank
-            without communication, which can be opened alike, and which `ucp materialize` converts to arrays.
+            without communication, which can be opened alike, and which `ucp materialize` converts to arrays;
+            `safetensors`, on file systems, writes the weights to files that Hugging Face's tools load
+            (`Checkpoint.hf_url`), each rank its own ranges, and everything else as arrays.
+        assets: a folder whose `config.json`, tokenizer and similar files are stored, too; in the safetensors form
+            beside the weights, where the `config.json` of a model of transformers in the state is by default.
         overwrite: replace an existing checkpoint, which stays intact until the new one is committed.
         lineage: the checkpoints that this one was derived from.
         after: the greatest commit count of the run's checkpoints, 0 if there are none; `Manager` passes it. This
@@ -249,6 +284,7 @@ def save(
     Raises:
         Conflict: a checkpoint exists at `url`.
         UsageError: an argument or a replica differs between ranks, or a value cannot be saved.
+        UnsupportedError: the safetensors form is not for object stores, or does not have a dtype.
         CoverageError: no rank holds some part of a tensor.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
@@ -258,7 +294,8 @@ def save(
         with ranks.sharing_errors():
             held = local_state(state)
             options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
-            metadata = SaveMetadata.of(step, run, metrics, config, lineage, after)
+            beside = {} if ranks.rank else assets_of(state if form == "safetensors" else {}, assets)
+            metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside)
         return save_in_group(held, options, metadata, ranks)
 
 

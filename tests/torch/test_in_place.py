@@ -1,0 +1,193 @@
+"""The safetensors form of a save: any sharding, killed ranks, tools that load the files."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import ucformat
+from tests.conformance import reader
+from tests.torch.ranks import KILLED, Ranks
+from ucformat.errors import NotFound, UsageError
+from ucformat.exporters.safetensors import files_of
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.jobs import weight_files
+from ucformat.jobs.weight_files import WeightFiles
+from ucformat.storage.local import LocalStore
+from ucformat.storage.strided import checksum
+from ucformat.torch.saving.assignment import WriteItem
+from ucformat.torch.saving.in_place import InPlace, block_crcs, write_in_place
+from ucformat.torch.saving.plan import Held
+
+if TYPE_CHECKING:
+    from ucformat.torch.saving.options import Form
+
+pytest.importorskip("torch")
+RANKS = Ranks("tests.torch.in_place_program")
+
+
+def names_in(ck: Any) -> list[str]:
+    data = Path(f"{ck.hf_url}/model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return [name for name in header if name != "__metadata__"]
+
+
+def intact(place: Path, truth: dict[str, Any]) -> None:
+    ck = ucformat.open(place)
+    ucformat.verify(ck).raise_if_damaged()
+    assert set(ck.names()) == set(truth)
+    for name, (dtype, shape, data) in truth.items():
+        info = ck.tensors[Key(name, "weight")]
+        assert (info.dtype, info.shape) == (dtype, shape)
+        assert np.asarray(ck[name][...]).tobytes() == data, name
+    assert {t["name"]: found for t, found in reader.Checkpoint(place)} == {n: d for n, (_, _, d) in truth.items()}
+    assert sorted(names_in(ck)) == sorted(truth)
+    assert list(place.rglob(".ucf-*.tmp")) == []
+
+
+@pytest.mark.parametrize(("seed", "sizes"), [(1, [2]), (2, [4]), (3, [2, 2]), (4, [3]), (5, [4])])
+def test_any_sharding(seed: int, sizes: list[int], tmp_path: Path) -> None:
+    found = RANKS.run("any_cut", int(np.prod(sizes)), tmp_path, seed=seed, sizes=sizes)
+    intact(tmp_path / "ck", found[0])
+    exported = ucformat.export(tmp_path / "ck", tmp_path / "out", "safetensors")  # the same file, byte for byte
+    (own,) = Path(str(ucformat.open(tmp_path / "ck").hf_url)).glob("*.safetensors")
+    assert own.read_bytes() == Path(exported.url, "model.safetensors").read_bytes()
+
+
+def test_in_the_background(tmp_path: Path) -> None:
+    found = RANKS.run("any_cut", 2, tmp_path, seed=7, sizes=[2], background=True)
+    intact(tmp_path / "ck", found[0])
+
+
+@pytest.mark.parametrize(("kind", "size"), [("fsdp2", 2), ("tied", 4), ("tp", 2), ("ddp", 2)])
+def test_transformers_loads_what_was_trained(kind: str, size: int, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    logits = RANKS.run("train", size, tmp_path, kind=kind)[0]
+    for step in range(2):
+        ck = ucformat.open(tmp_path / f"step-{step}")
+        ucformat.verify(ck).raise_if_damaged()
+        states = {t.state: t.path is not None for t in ck.manifest.tensors}
+        assert states == {"weight": False, "exp_avg": True, "exp_avg_sq": True, "step": True}
+        model = transformers.AutoModelForCausalLM.from_pretrained(ck.hf_url)
+        assert type(model).__name__ == "LlamaForCausalLM"
+        found = model(torch.arange(24).reshape(2, 12)).logits.detach().numpy()
+        np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-5)  # sums in another order
+        with safe_open(f"{ck.hf_url}/model.safetensors", "np") as file:
+            for name in names_in(ck):
+                assert np.array_equal(file.get_tensor(name), ck[name][...]), name
+
+
+@pytest.mark.parametrize(("victim", "after"), [(0, 1), (1, 1), (1, 15), (2, 7)])
+def test_a_killed_rank_commits_nothing(victim: int, after: int, tmp_path: Path) -> None:
+    found = RANKS.run("killed", 3, tmp_path, victim=victim, after=after)
+    assert found[victim] == KILLED
+    assert all(isinstance(m, str) for rank, m in enumerate(found) if rank != victim)
+    with pytest.raises(NotFound):
+        ucformat.open(tmp_path / "ck")
+
+
+def test_errors_are_raised_on_all_ranks(tmp_path: Path) -> None:
+    found = RANKS.run("refused", 2, tmp_path)
+    memory, empty, dtype, replica, form = found[0]
+    assert found[1][0] == memory
+    assert 'form="zarr"' in memory
+    assert "no weights" in empty
+    assert "complex128" in dtype
+    assert "different value on rank 1" in replica
+    assert form == '"zarr" or "packed" or "safetensors"'
+    for name in "abc":
+        left = [f for f in (tmp_path / name).rglob("*") if f.is_file()]
+        assert left == [], name
+    ucformat.verify(tmp_path / "e").raise_if_damaged()
+
+
+def test_assets_are_beside_the_weights(tmp_path: Path) -> None:
+    import torch
+
+    from ucformat.torch import Manager, save
+
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        save({"w": torch.ones(3)}, tmp_path / "x", form="safetensors", assets=folder)
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    (folder / "vocab.json").write_text("{}")
+    forms: tuple[Form, ...] = ("safetensors", "packed", "zarr")
+    for form in forms:
+        save({"w": torch.ones(3), "step": 4}, tmp_path / form, form=form, assets=folder)
+        ck = ucformat.open(tmp_path / form)
+        assert dict(ck.assets) == {f.name: f.read_bytes() for f in folder.iterdir()}
+        assert dict(ck.objects) == {"step": 4}
+        ucformat.verify(ck).raise_if_damaged()
+    beside = Path(str(ucformat.open(tmp_path / "safetensors").hf_url))
+    assert sorted(f.name for f in beside.iterdir()) == ["config.json", "model.safetensors", "vocab.json"]
+    with Manager(tmp_path / "run", every=1, form="safetensors", assets=folder) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+    assert Path(str(ucformat.open(tmp_path / "run/step-00000001").hf_url), "vocab.json").exists()
+
+
+def boxes_of(shape: tuple[int, ...], chance: random.Random) -> list[Box]:
+    """Boxes that cover a shape, cut at random along random dims."""
+    out = [Box.whole(shape)]
+    for _ in range(chance.randrange(6)):
+        if not shape:
+            break
+        box = out.pop(chance.randrange(len(out)))
+        d = chance.randrange(len(shape))
+        at = chance.randrange(box.shape[d] + 1)
+        for low, n in ((0, at), (at, box.shape[d] - at)):
+            start, edges = list(box.start), list(box.shape)
+            start[d], edges[d] = start[d] + low, n
+            out.append(Box(tuple(start), tuple(edges)))
+    return [b for b in out if b.size]
+
+
+@given(seed=st.integers(0, 10**9))
+def test_any_boxes_of_any_ranks(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whoever writes which box, the bytes are those of the export, and the checksums those of the bytes."""
+    chance, folder = random.Random(seed), tmp_path_factory.mktemp("boxes")
+    shapes = [tuple(chance.randrange(1, 9) for _ in range(chance.randrange(4))) for _ in range(chance.randrange(1, 5))]
+    infos = [TensorInfo(f"t{n}", "weight", chance.choice(["uint8", "float32"]), s) for n, s in enumerate(shapes)]
+    values = [np.frombuffer(chance.randbytes(i.nbytes), f"u{i.itemsize}").reshape(i.shape) for i in infos]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_files, "TILE_BYTES", chance.choice([8, 40, 1 << 20]))
+        patch.setattr(weight_files, "files_of", partial(files_of, most=chance.choice([100, 1 << 20])))
+        files = WeightFiles(infos, {}, "data/w")
+    ranks, sums = chance.randrange(1, 4), []
+    cuts = [[(box, chance.randrange(ranks)) for box in boxes_of(i.shape, chance)] for i in infos]
+    for rank in range(ranks):
+        items = [WriteItem(i, tuple(b for b, of in c if of == rank)) for i, c in zip(infos, cuts, strict=True)]
+
+        def elements(item: int, piece: int, items: list[WriteItem] = items) -> Any:
+            box = items[item].boxes[piece]
+            part = values[item][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+            return np.asarray(part) if seed % 2 else np.asfortranarray(part)
+
+        pieces = tuple((n, p) for n, item in enumerate(items) for p in range(len(item.boxes)))
+        store = LocalStore(folder)
+        held = Held(items, [None] * len(items), {}, {}, elements)
+        sums.append(write_in_place(store, InPlace(held, pieces, files, None), rank, lambda _: None))
+        store.flush()
+    crcs = block_crcs(files, np.concatenate(sums))
+    for number, target in enumerate(files.files):
+        data, at = (folder / target.key).read_bytes(), 0
+        assert len(data) == target.nbytes
+        for n, size in zip(files.numbers(number), files.block_sizes(number).tolist(), strict=True):
+            assert checksum(memoryview(data[at : at + size])) == crcs[n]
+            at += size
+        assert at == len(data)
+    for info, a in zip(infos, values, strict=True):
+        placed = files.tensors[info.key]
+        data = (folder / files.files[placed.file].key).read_bytes()
+        assert data[placed.offset : placed.offset + info.nbytes] == a.tobytes()
