@@ -27,6 +27,7 @@ from tests.conformance.make import (
     per_rank_of,
     placed,
     ranges_of,
+    safetensors_files,
 )
 from ucformat.format.digest import with_own_digest
 
@@ -231,6 +232,7 @@ def of_packed(columns: Columns, files: Files) -> Faults:
         "described-member": ("damaged", "an unknown member", described_files(more=1)),
         "described-folder": ("damaged", "a folder outside of the checkpoint", described_files(folder="data/../..")),
         "described-flipped": ("damaged", "a bit of a tile is flipped", flipped(described_files(), f"{DATA}/rank-00000.bin", 1)),
+        "safetensors-header": ("damaged:verify", "a bit of the header is flipped", flipped(safetensors_files(), f"{DATA}/weights/model.safetensors", 12)),
         "packed-gap": ("damaged:verify", "bytes that only align are not zero", flipped(good, rank1, columns["block_nbytes"][1] + 2)),
     }  # fmt: skip
 

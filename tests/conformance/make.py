@@ -259,6 +259,47 @@ def packed_files(columns: Columns, files: Files, names: list[str] | None = None,
     return {**files, path: data, "manifest.json": made}
 
 
+def safetensors_files() -> Files:
+    """A packed checkpoint whose only file is one of safetensors; its header is the block of an extent without elements."""
+    header: dict[str, Any] = {}
+    data, names = b"", {"bfloat16": "BF16", "float32": "F32", "int8": "I8", "int64": "I64"}
+    for ((name, state), (dtype, shape)), a in zip(SHAPES.items(), arrays().values(), strict=True):
+        offsets = [len(data), len(data) + a.nbytes]
+        header[f"{name}.{state}"] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": offsets}
+        data += a.tobytes()
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    columns: Columns = {name: [] for name in (*ROWS, *DIMS)}
+
+    def add(tensor: int, begin: int, body: bytes, **dims: tuple[int, ...]) -> None:
+        for name, value in zip(ROWS, (tensor, 0, begin, begin, len(body), crc32c(body)), strict=True):
+            columns[name].append(value)
+        for name in DIMS:
+            columns[name] += dims.get(name, (0,) * len(dims["start"]))
+
+    add(0, 0, head, start=(0, 0), shape=(0, 0))
+    begin = len(head)
+    for number, a in enumerate(arrays().values()):
+        strides = tuple(a.itemsize * math.prod(a.shape[d + 1 :]) for d in range(a.ndim))
+        rows = [(0, 2), (2, len(a))] if number == 0 else [(0, len(a))] if a.ndim else []
+        for low, high in rows if a.size else ():
+            body = a[low:high].tobytes()
+            add(
+                number,
+                begin,
+                body,
+                start=(low, *(0 for _ in a.shape[1:])),
+                shape=(high - low, *a.shape[1:]),
+                strides=strides,
+            )
+            begin += len(body)
+        if not a.ndim:
+            add(number, begin, a.tobytes(), start=(), shape=(), strides=())
+            begin += a.nbytes
+    return packed_files(columns, {f"{DATA}/weights/model.safetensors": head + data})
+
+
 def described_files(columns: Columns | None = None, **changed: Any) -> Files:
     """A packed checkpoint whose sidecar describes all tensors; `columns` and members of the description may differ."""
     found, files = described_rows()
@@ -405,6 +446,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "per-rank-files": ("values of each rank in two files; the last rank lacks a name", of_two_files(flat), {**all_of_it, "per_rank": PER_RANK}),
         "packed": ("blocks of all four kinds of checksum, tiles, replicas, a stride", packed_files(columns, files), expected()),
         "packed-permuted": ("the rows of the sidecar in another order", packed_files(permuted, files), expected()),
+        "safetensors": ("a safetensors file, whose header has a block", safetensors_files(), expected()),
         "described": ("tensors that the sidecar describes", described_files(), expected()),
         "required": ("no member of the manifest but those that are required", edited(flat, lambda m: [m.pop(k) for k in [*m] if k not in few]), expected()),
         "unknown": ("unknown members, an unknown state", edited(renamed, unknown), tomorrow),
