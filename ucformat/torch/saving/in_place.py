@@ -39,12 +39,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.assignment import GlobalPlan
     from ucformat.torch.saving.options import SaveOptions
 
-__all__ = ["NO_SUMS", "InPlace", "Sums", "block_crcs", "plan_in_place", "split", "write_in_place"]
-
-#: Of each block of which a rank has written bytes: its number, the bytes, and its part of the checksum.
-Sums = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
-
-NO_SUMS: Sums = np.zeros((0, 3), np.uint32)
+__all__ = ["InPlace", "block_crcs", "plan_in_place", "split", "write_in_place"]
 
 
 class InPlace(NamedTuple):
@@ -136,7 +131,7 @@ def plan_in_place(
 _OTHER = 'save with form="zarr" or form="packed"'
 
 
-def write_in_place(store: Store, weights: InPlace, rank: int, progress: Callable[[int], None]) -> Sums:
+def write_in_place(store: Store, weights: InPlace, rank: int, progress: Callable[[int], None]) -> bytes:
     """Write this rank's part of the files; rank 0 also writes their headers, and the index.
 
     Args:
@@ -146,7 +141,8 @@ def write_in_place(store: Store, weights: InPlace, rank: int, progress: Callable
         progress: called with the bytes of each write.
 
     Returns:
-        This rank's part of the checksums of blocks.
+        Of each part of a block that it has written: the number of the block, the bytes, and what they contribute to its
+        checksum, as three integers of 32 bits.
     """
     place, files = local_store(store), weights.files
     opened: dict[int, InPlaceFile] = {}
@@ -188,7 +184,7 @@ def write_in_place(store: Store, weights: InPlace, rank: int, progress: Callable
                     starts = [start - begin for start in _run_starts(common, placed, run)]
                     file_of(placed.file).write(begin, room.data, [(a, a + run * info.itemsize) for a in starts])
                 progress(nbytes)
-    return np.array(sums, np.uint32).reshape(-1, 3)
+    return np.array(sums, "<u4").tobytes()
 
 
 def _run(box: Box, placed: PlacedTensor) -> int:
@@ -222,20 +218,21 @@ def _zeros(nbytes: int) -> int:
     return checksum(memoryview(bytes(nbytes)))
 
 
-def block_crcs(files: WeightFiles, sums: Sums) -> NDArray[np.uint32]:
+def block_crcs(files: WeightFiles, sums: bytes) -> NDArray[np.uint32]:
     """The CRC-32C of all blocks.
 
     Args:
         files: the files.
-        sums: of all ranks.
+        sums: of all ranks, as from `write_in_place`.
 
     Raises:
         IntegrityError: bytes of a block were written by no rank.
     """
+    number, nbytes, part = np.frombuffer(sums, "<u4").reshape(-1, 3).T
     sizes = np.concatenate([files.block_sizes(file) for file in range(len(files.files))])
     written, crcs = np.zeros(files.count, np.int64), np.zeros(files.count, np.uint32)
-    np.add.at(written, sums[:, 0], sums[:, 1])
-    np.bitwise_xor.at(crcs, sums[:, 0], sums[:, 2])
+    np.add.at(written, number, nbytes)
+    np.bitwise_xor.at(crcs, number, part)
     if (wrong := np.flatnonzero(written != sizes)).size:
         raise IntegrityError(
             f"the ranks wrote {written[wrong[0]]} of the {sizes[wrong[0]]} bytes of a block of weights"

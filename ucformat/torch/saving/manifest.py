@@ -10,9 +10,6 @@ from dataclasses import field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ucformat._version import __version__
 from ucformat.format.arrays import array_doc, grid_doc, put_file
 from ucformat.format.commit import new_id
@@ -38,7 +35,7 @@ from ucformat.schema.manifest import (
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import encode, message
-from ucformat.torch.saving.in_place import NO_SUMS, block_crcs
+from ucformat.torch.saving.in_place import block_crcs
 from ucformat.torch.saving.rank_values import RankValues
 from ucformat.torch.saving.write import Leaves, sidecar_of
 
@@ -211,7 +208,7 @@ class WriteReport:
         states: what is the same on several ranks, by its digest.
         ranks: what is not.
         values: those that each rank has as its own.
-        sums: of the safetensors form: parts of the checksums of blocks.
+        sums: of the safetensors form: what `write_in_place` has returned.
     """
 
     leaves: Leaves
@@ -219,7 +216,7 @@ class WriteReport:
     states: Mapping[bytes, StateInfo]
     ranks: tuple[RankReport, ...]
     values: RankValues
-    sums: NDArray[np.uint32]
+    sums: bytes = b""
 
 
 def write_report(
@@ -230,7 +227,7 @@ def write_report(
     nbytes: int,
     seconds: float,
     stall: float,
-    sums: NDArray[np.uint32] = NO_SUMS,
+    sums: bytes = b"",
 ) -> WriteReport:
     """Return the report of one rank.
 
@@ -242,7 +239,7 @@ def write_report(
         nbytes: bytes that it wrote.
         seconds: that writing took.
         stall: seconds for which training was blocked.
-        sums: of the safetensors form: its parts of the checksums of blocks.
+        sums: of the safetensors form: what `write_in_place` has returned.
     """
     shared = StateInfo(
         (), {}, {}, state.groups, state.aliases, state.layout, state.engine, places=state.places
@@ -265,7 +262,7 @@ def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
         {**a.states, **b.states},
         (*a.ranks, *b.ranks),
         a.values.merged(b.values),
-        np.concatenate([a.sums, b.sums]),
+        a.sums + b.sums,
     )
 
 

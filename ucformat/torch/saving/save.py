@@ -18,7 +18,7 @@ from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.assets import assets_of
 from ucformat.torch.saving.assignment import WriteItem
-from ucformat.torch.saving.in_place import NO_SUMS, plan_in_place, split, write_in_place
+from ucformat.torch.saving.in_place import plan_in_place, split, write_in_place
 from ucformat.torch.saving.manifest import (
     SaveMetadata,
     StateInfo,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.assignment import GlobalPlan
-    from ucformat.torch.saving.in_place import InPlace, Sums
+    from ucformat.torch.saving.in_place import InPlace
     from ucformat.torch.saving.plan import Assignment
     from ucformat.torch.state.elements import Elements, Memory
     from ucformat.torch.state.local import LocalState
@@ -176,12 +176,11 @@ def _write(
     progress: Callable[[int], None],
     threads: int,
     every: Sequence[Array],
-) -> tuple[Leaves, Sums, int]:
+) -> tuple[Leaves, bytes, int]:
     """Write this rank's part of the checkpoint, and make it durable; rank 0 has every array of the Zarr form.
 
     Returns:
-        digests of the chunks that it wrote in the Zarr form, its parts of checksums of blocks in the safetensors form,
-        and the number of bytes.
+        digests of the chunks that it wrote in the Zarr form, what `write_in_place` has returned, and the bytes.
     """
     nbytes, counting = 0, threading.Lock()
 
@@ -192,7 +191,7 @@ def _write(
             progress(n)
 
     leaves: Leaves = []
-    sums = NO_SUMS
+    sums = b""
     if options.form == "packed":
         parts = [
             (of.info, of.boxes[p], held.elements(item, p))
