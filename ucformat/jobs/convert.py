@@ -206,9 +206,7 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
     return infos
 
 
-def write(
-    job: ShardJob, attempt: Attempt, weights: Callable[[], WeightsJob] | None = None
-) -> tuple[Manifest, bool]:
+def write(job: ShardJob, attempt: Attempt, weights: Callable[[], WeightsJob] | None = None) -> tuple[Manifest, bool]:
     """Write tensors, and everything else of a checkpoint.
 
     Args:
@@ -223,33 +221,18 @@ def write(
         NotFinished: another process is to commit.
     """
     store, how = job.store, job.how
-    workers = how.workers or workers_for(*(source.store for source in job.sources), store)
-    total = job.total
-
-    def run_tasks(tasks: ShardJob | WeightsJob, before: int) -> bool:
-        """Run the tasks of a job, which come after so many bytes of another."""
-        if attempt.began is None:
-            tasks.resume()
-        for source in job.sources if how.where != HERE else ():
-            if (watching := find_watched(source.store)) is not None:
-                for file in source.metadata.files:  # others have read them, too
-                    watching.note(file)
-        report = None if how.progress is None else partial(_report, how.progress, before, total)
-        return run_job(tasks, how.where, workers, report)
-
     with job, ThreadPoolExecutor(1) as beside:
         for source in job.sources:
             _list_files(source)
         metadata = beside.submit(_write_metadata, store, job.arrays) if how.where.finishes else None
-        if finishes := run_tasks(job, 0):
+        if finishes := _run_tasks(job, job, attempt):
             arrays, verified = job.finish()
         if metadata is not None:
             metadata.result()
     recorded, sidecar, folder, infos = job.recorded or how.where != HERE, None, None, job.infos
     if weights is not None:
         with weights() as files:
-            total += files.total
-            if finishes := run_tasks(files, job.total):
+            if finishes := _run_tasks(files, job, attempt, job.total):
                 of_files, sidecar = files.finish(), files.put_sidecar()
                 held = [placed.info for placed in files.weights.tensors.values()]
                 verified = joined([(job.infos, verified), (held, of_files)])
@@ -263,6 +246,20 @@ def write(
         _check_unchanged(source)
     grid = grid_doc(how.chunk_bytes, how.shard_bytes) if job.infos or weights is None else None
     return made.model_copy(update={"verified": verified, "grid": grid, "sidecar": sidecar}), recorded
+
+
+def _run_tasks(tasks: ShardJob | WeightsJob, job: ShardJob, attempt: Attempt, before: int = 0) -> bool:
+    """Run the tasks of a job, which come after so many bytes of the job of the arrays."""
+    how = job.how
+    if attempt.began is None:
+        tasks.resume()
+    for source in job.sources if how.where != HERE else ():
+        if (watching := find_watched(source.store)) is not None:
+            for file in source.metadata.files:  # others have read them, too
+                watching.note(file)
+    workers = how.workers or workers_for(*(source.store for source in job.sources), job.store)
+    report = None if how.progress is None else partial(_report, how.progress, before, before + tasks.total)
+    return run_job(tasks, how.where, workers, report)
 
 
 def _report(progress: Callable[[int, int], None], before: int, total: int, done: int, _of: int) -> None:
