@@ -21,6 +21,7 @@ from tests.exporters.sources import opened, random_arrays, zero3
 from tests.exporters.test_export import tensors_of
 from tests.fakes import random_array, same
 from tests.jobs.forks import Forks
+from ucformat.checkpoint import Checkpoint
 from ucformat.cli.main import ucp
 from ucformat.errors import (
     ChecksumError,
@@ -41,7 +42,6 @@ from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
     from tests.exporters.sources import Arrays
-    from ucformat.checkpoint import Checkpoint
 
 SIZES: dict[str, Any] = {"chunk_bytes": 256, "shard_bytes": 1 << 11}
 
@@ -205,6 +205,9 @@ def test_virtual_checkpoints_views_and_plans_of_it(tmp_path: Path) -> None:
     ck = ucformat.convert(opened(arrays), tmp_path / "ck", weights="safetensors")
     virtual = ucformat.convert(ck, tmp_path / "virtual", virtual=True, checksums=True)
     assert virtual.hf_url is None
+    assert virtual.manifest.sidecar is not None
+    needed = {s.path.rpartition("/")[2] for s in virtual.manifest.sidecar.sources}
+    assert needed == {f.name for f in files(str(ck.hf_url)) if f.suffix == ".safetensors"}  # not the index
     assert not unprotected(virtual)
     intact(ucformat.open(tmp_path / "virtual", roots=[tmp_path / "ck"]), arrays)
     viewed = ck.view([{"rename": "a", "to": "z"}])
@@ -287,6 +290,17 @@ def test_parts(count: int, tmp_path: Path) -> None:
     ucformat.verify(ck).raise_if_damaged()
     found = [[f.read_bytes() for f in files(str(c.hf_url))] for c in (whole, ck)]
     assert found[0] == found[1]
+
+
+def test_parts_say_what_no_checksum_covers(tmp_path: Path) -> None:
+    source = opened(trained(5))  # without checksums
+    for k in range(2):
+        with pytest.raises(NotFinished):
+            ucformat.convert(source, tmp_path / "dst", weights="safetensors", on=f"part:{k}/2")
+    again = Checkpoint(source.source)
+    verified = ucformat.convert(again, tmp_path / "dst", weights="safetensors", on="commit").manifest.verified
+    assert verified is not None
+    assert (verified.default, verified.but) == (False, ())
 
 
 def test_a_damaged_source_commits_nothing(tmp_path: Path) -> None:
