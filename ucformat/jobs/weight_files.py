@@ -16,12 +16,12 @@ from ucformat.exporters.base import Span
 from ucformat.exporters.safetensors import files_of
 from ucformat.format.arrays import folder_names, put_file
 from ucformat.format.chunking import TILE_BYTES, chunk_shape
-from ucformat.format.digest import CRC32C_SHIFT
 from ucformat.format.sidecar import Columns
 from ucformat.geometry.box import Box, row_major
 from ucformat.schema.tensors import quoted
 from ucformat.sources.model_files import find_assets
 from ucformat.storage.base import Info
+from ucformat.storage.crc import CRC32C_SHIFT
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
