@@ -6,7 +6,8 @@ import errno
 import fcntl
 import os
 import stat
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -16,9 +17,6 @@ from tests.exporters.sources import opened, random_arrays, universal
 from tests.exporters.test_export import SMALL, same, tensors_of
 from ucformat.cli.main import ucp
 from ucformat.errors import UnsafeError, UnsupportedError, UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(params=[{}, SMALL], ids=["one file", "shards"])
@@ -44,6 +42,17 @@ def test_a_hard_link_shares_a_file_that_nobody_writes(model: Path, tmp_path: Pat
     assert (tmp_path / "out" / "config.json").read_text() == "{}"
     ucformat.export(model, tmp_path / "again", "safetensors", link="hard")  # they cannot be written any more
     assert {p.name for p in (tmp_path / "again").iterdir()} == {p.name for p in model.iterdir()}
+
+
+def test_the_files_of_a_universal_checkpoint_are_linked(model: Path, tmp_path: Path) -> None:
+    ck = ucformat.convert(model, tmp_path / "u", weights="safetensors")
+    assert ck.hf_url is not None
+    ucformat.export(ck, tmp_path / "out", "safetensors", link="hard", read_only=True)
+    same(tensors_of(tmp_path / "out"), random_arrays(5))
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        assert file.samefile(Path(ck.hf_url) / file.name)
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert ucformat.verify(ck)
 
 
 def test_a_reflink_shares_blocks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

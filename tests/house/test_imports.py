@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "torch": {
         *("schema", "errors", "geometry", "storage", "reading", "format", "sources", "checkpoint"),
-        *("_version", "catalog", "references", "redacted", "settings", "jobs"),
+        *("_version", "catalog", "references", "redacted", "settings", "exporters", "jobs"),
     },
     "settings": {"errors", "durable"},
     "catalog": {"schema", "errors", "redacted", "settings", "migrations", "config_files"},

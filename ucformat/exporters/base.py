@@ -35,6 +35,7 @@ __all__ = [
     "left_out",
     "option",
     "options_of",
+    "weights_of",
 ]
 
 
@@ -225,6 +226,19 @@ def options_of(exporter: type[Exporter]) -> dict[str, Field[Any]]:
         exporter: the exporter's class.
     """
     return {f.name: f for f in fields(exporter.options_type)}
+
+
+def weights_of(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
+    """The tensors that a file with one tensor of each name holds: the weights, or masters where only these are stored.
+
+    Args:
+        infos: all tensors.
+    """
+    best: dict[str, TensorInfo] = {}
+    for info in infos:
+        if info.state == "weight" or (info.state == "master" and info.name not in best):
+            best[info.name] = info
+    return list(best.values())
 
 
 def left_out(

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.exporters.base import Exporter, ExportOptions, Link, Span, Target, TargetFile, left_out, option
+from ucformat.exporters.base import (
+    Exporter,
+    ExportOptions,
+    Link,
+    Span,
+    Target,
+    TargetFile,
+    left_out,
+    option,
+    weights_of,
+)
 from ucformat.sources.model_files import find_assets
 from ucformat.sources.safetensors.opened import DTYPES
 from ucformat.storage.base import Info
@@ -28,8 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["SafetensorsExporter", "SafetensorsOptions", "files_of", "header_of", "written_names"]
 
 _NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
-#: The folder, among the files of a universal checkpoint, of those that are safetensors files.
-WEIGHTS = "weights"
 _ENDING = ".safetensors"
 _ALIGN = 8  # bytes: of the header, as the library pads it
 _MAX_HEADER = 100_000_000
@@ -95,7 +103,7 @@ class SafetensorsExporter(Exporter):
     def _linked(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """Links to the files of a source that are safetensors files already."""
         found = _own_files(source)
-        whole = {info.key for info in source.origin.metadata.tensor_list.tensors if info.state == "weight"}
+        whole = {info.key for info in weights_of(source.origin.metadata.tensor_list.placed().tensors)}
         if not found or source.steps or {info.key for info in infos} != whole:
             raise UnsupportedError(
                 f"{source.url} has no safetensors files with exactly these tensors, so there is nothing to link",
@@ -132,8 +140,10 @@ def _own_files(source: Checkpoint) -> dict[str, tuple[str, int]]:
     if source.foreign is not None:
         keys = source.metadata.files if source.kind == "safetensors" else ()
         return {key.rpartition("/")[2]: (key, source.store.info(key).size) for key in keys}
-    folder = f"data/{source.manifest.attempt}/{WEIGHTS}/"
-    return {i.key.removeprefix(folder): (i.key, i.size) for i in source.store.list(folder.rstrip("/"))}
+    folder = source.universal.weights_folder if source.universal else None
+    if folder is None:
+        return {}
+    return {i.key.removeprefix(f"{folder}/"): (i.key, i.size) for i in source.store.list(folder)}
 
 
 def written_names(aliases: Mapping[str, str], infos: Sequence[TensorInfo]) -> dict[str, str]:

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotACheckpoint, NotFinished, UcformatError, UsageError
 from ucformat.exporters import EXPORTERS, make_exporter
+from ucformat.exporters.base import weights_of
 from ucformat.jobs.batches import How, record_all
 from ucformat.jobs.export_files import ExportJob
 from ucformat.jobs.export_place import begin_export, end_export, give_up_export
 from ucformat.jobs.opening import try_open
 from ucformat.jobs.record import lineage_from, with_catalog
 from ucformat.jobs.run import workers_for
-from ucformat.jobs.weight_files import weights_of
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.references import open_reference
 from ucformat.schema import FLOATS

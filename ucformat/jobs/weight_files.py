@@ -35,20 +35,7 @@ if TYPE_CHECKING:
 
     Crcs = NDArray[np.uint32]
 
-__all__ = ["FixedBlock", "PlacedTensor", "WeightFiles", "put_assets", "weights_folder", "weights_of"]
-
-
-def weights_of(infos: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """The tensors that a file with one tensor of each name holds: the weights, or masters where only these are stored.
-
-    Args:
-        infos: all tensors.
-    """
-    best: dict[str, TensorInfo] = {}
-    for info in infos:
-        if info.state == "weight" or (info.state == "master" and info.name not in best):
-            best[info.name] = info
-    return list(best.values())
+__all__ = ["FixedBlock", "PlacedTensor", "WeightFiles", "put_assets", "weights_folder"]
 
 
 def weights_folder(attempt: str, states: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ucformat.errors import UsageError
+from ucformat.exporters.base import weights_of
 from ucformat.format.arrays import put_file
 from ucformat.format.digest import document_digest
 from ucformat.format.sidecar import encode_columns
@@ -14,7 +15,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.jobs.export_files import FilesJob
 from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.shards import How, plan_document
-from ucformat.jobs.weight_files import WeightFiles, weights_folder, weights_of
+from ucformat.jobs.weight_files import WeightFiles, weights_folder
 from ucformat.schema.manifest import SidecarDoc, VerifiedDoc
 from ucformat.storage.strided import checksum
 from ucformat.storage.url import open_store

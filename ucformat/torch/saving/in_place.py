@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ucformat.errors import IntegrityError, UsageError
+from ucformat.exporters.base import weights_of
 from ucformat.geometry.tensor import TensorInfo
-from ucformat.jobs.weight_files import WeightFiles, weights_folder, weights_of
+from ucformat.jobs.weight_files import WeightFiles, weights_folder
 from ucformat.storage.crc import CRC32C_SHIFT
 from ucformat.storage.in_place import InPlaceFile, local_store
 from ucformat.storage.strided import checksum
