@@ -105,7 +105,9 @@ def export_command(kind: str) -> click.Command:
         }
         if done.left_out:
             out.note(f"left out, because {EXPORTERS[kind].title} has no place for it: {'; '.join(done.left_out)}")
-        if not done.verified:
+        if given.get("link"):
+            out.note("the files are linked, and were not read: `ucp verify SRC` compares them with checksums")
+        elif not done.verified:
             why = "--no-verify was given" if no_verify else "SRC's files have no checksums for all of it"
             out.note(f"exported without verification: {why}")
         amount = f"{plural(done.tensors, 'tensor')} in {plural(done.files, 'file')}, {bytes_text(done.nbytes)}"
