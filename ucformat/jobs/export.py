@@ -101,7 +101,7 @@ def export(
         verify: compare everything that is read with the checksums in the source's files (default: yes).
         on: where the files are written, as for `convert`.
         progress: called with the bytes done and the bytes in all.
-        options: those of the format (docs/export.md).
+        options: those of the format (docs/export).
 
     Returns:
         What was written, and what the format has no place for.
