@@ -223,6 +223,7 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "events": lambda c: (c.events(), c.events("run7@1")),
     "find": find,
     "forget": lambda c: c.forget(c.places("/data/run7/9")),
+    "between": lambda c: c.between("run7", 1, 5),
     "get": lambda c: [
         c.get(ref) for ref in ("run7@3", "run7@latest", "alias:best", c.get("run7@1").id[:8], "/data/run7/1")
     ],

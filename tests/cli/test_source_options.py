@@ -65,6 +65,14 @@ OPENING: dict[str, Sequence[str]] = {
     "diff": ["{place}", "{place}"],
     "register": ["{place}"],
     "reindex": ["{place}"],
+    "average": ["{place}", "{tmp}/twin", "{tmp}/averaged"],
+    "merge": ["--method", "slerp", "{place}", "{tmp}/twin", "{tmp}/merged"],
+    **{
+        f"export {kind}": ["{place}", "{tmp}/exported", "--dry-run"]
+        for kind in ("safetensors", "dcp", "deepspeed-universal", "torch", "orbax")
+    },
+    **{f"export {kind}": ["{place}", "{tmp}/exported", "--dry-run", "--raw"] for kind in ("npz", "npy")},
+    "export deepspeed": ["{place}", "{tmp}/exported", "--dry-run", "--tp", "1", "--world", "2"],
 }
 #: Those that ask the catalog, storage or nobody what a checkpoint is, and open none.
 OTHERS = {
@@ -72,6 +80,8 @@ OTHERS = {
     *("log", "delete", "restore", "retain", "gc", "alias set", "alias rm", "alias list", "alias log"),
     *("cache", "catalog info", "catalog upgrade"),
 }
+#: Which refuses the names of these tensors.
+REFUSING = "export megatron"
 ASK = ["--source", "cuts=*adapter*=replicate"]
 
 
@@ -85,9 +95,9 @@ def commands(group: LazyGroup = ucp, path: str = "") -> Iterator[tuple[str, clic
 
 
 def test_these_are_all_commands() -> None:
-    assert {name for name, _ in commands()} == OPENING.keys() | OTHERS
+    assert {name for name, _ in commands()} == OPENING.keys() | OTHERS | {REFUSING}
     takes = {name for name, c in commands() if any(p.name == "options" for p in c.params)}
-    assert takes == OPENING.keys() - {"copy", "materialize"}  # which are of universal checkpoints
+    assert takes == (OPENING.keys() | {REFUSING}) - {"copy", "materialize"}  # which are of universal checkpoints
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["deepspeed", "trainer"])
@@ -97,6 +107,7 @@ def test_each_command_takes_it_and_its_hint_says_so(
 ) -> None:
     if wrapped:
         (place / "trainer_state.json").write_text("{}")
+    shutil.copytree(place, tmp_path / "twin")
     words = [*name.split(), *(w.format(place=place, layout=layout, tmp=tmp_path) for w in OPENING[name])]
     if name == "reindex":  # which looks for whatever is there, and fails last
         result = run(*words, code=1)

@@ -19,7 +19,7 @@ from ucformat.storage.watched import WatchedStore
 @pytest.mark.parametrize("seed", range(30))
 def test_what_observers_see_is_what_the_file_has(seed: int) -> None:
     chance = random.Random(seed)
-    run, count, gap = chance.randint(600, 3000), chance.randint(2, 9), chance.choice([1, 4, 13])
+    run, count, gap = chance.randint(17_000, 40_000), chance.randint(2, 9), chance.choice([1, 4, 13])
     data = chance.randbytes(count * (run + gap) + 7)
     store = MemoryStore(f"observed-{seed}")
     with store.create("f") as out:
