@@ -46,6 +46,7 @@ print(time.perf_counter() - begun, 0)
 CONSOLIDATE = """
 import sys, time, os
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+os.makedirs(sys.argv[2])
 names = {name: 1 for name in eval(sys.argv[3])}
 begun = time.perf_counter()
 consolidate_safetensors_files(sys.argv[1], sys.argv[2], names)
