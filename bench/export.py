@@ -54,9 +54,10 @@ print(time.perf_counter() - begun, 0)
 """
 FP32 = """
 import sys, time
-from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 begun = time.perf_counter()
-convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[2], safe_serialization=False)
+torch.save(get_fp32_state_dict_from_zero_checkpoint(sys.argv[1]), sys.argv[2])  # as zero_to_fp32.py does
 print(time.perf_counter() - begun, 0)
 """
 SAVE_DCP = """

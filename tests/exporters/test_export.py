@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
 
 ROOT = Path(__file__).parents[2]
+HEAD = bytes(range(256)) * 5  # longer than the shortest band
 SMALL: dict[str, Any] = {"max_shard_bytes": 2000}
 
 
@@ -73,7 +74,7 @@ class _Scattered(Exporter):
     kind, title = "scattered", "scattered spans"
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
-        return Target(tuple(TargetFile.of(f"{n}", b"head", *self._spans(i), b"tail") for n, i in enumerate(infos)))
+        return Target(tuple(TargetFile.of(f"{n}", HEAD, *self._spans(i), b"tail") for n, i in enumerate(infos)))
 
     def _spans(self, info: TensorInfo) -> Iterator[Span]:
         shape = info.shape
@@ -100,7 +101,7 @@ def test_any_placement_of_elements(tmp_path_factory: pytest.TempPathFactory, see
     assert done.verified
     for n, array in enumerate(arrays.values()):
         fortran = np.concatenate([np.zeros(3, array.dtype), array.ravel("F"), np.zeros(2, array.dtype)])
-        wanted = b"head" + fortran.tobytes()
+        wanted = HEAD + fortran.tobytes()
         if array.ndim and array.shape[0] > 1:
             wanted += np.moveaxis(array, 0, -1).tobytes()
         assert (folder / "out" / str(n)).read_bytes() == wanted + b"tail"

@@ -150,7 +150,7 @@ class FilesJob(RecordedJob):
             own = memory[at : at + cut.nbytes]
             at += cut.nbytes
             if isinstance(cut.part, bytes):
-                own[:] = np.frombuffer(cut.part, np.uint8)
+                own[:] = np.frombuffer(cut.part, np.uint8)[cut.start : cut.stop]
                 continue
             held = list(cut.pieces())
             if sum(piece.box.size for _, piece in held) < cut.stop - cut.start:
