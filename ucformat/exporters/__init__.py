@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ucformat.exporters.base import Exporter
 
 __all__ = ["EXPORTERS", "make_exporter"]
@@ -25,6 +27,12 @@ class _Exporters(UserDict[str, "type[Exporter]"]):
 
     def __contains__(self, kind: object) -> bool:
         return kind in self.data or kind in _HOMES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**_HOMES, **self.data})
+
+    def __len__(self) -> int:
+        return len({**_HOMES, **self.data})
 
 
 _HOMES = {
