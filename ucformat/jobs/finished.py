@@ -176,10 +176,14 @@ def discard_finished(store: Store, attempt: str) -> None:
         store: the place.
         attempt: the attempt's name.
     """
+    _remove(store, _folder(attempt))
+
+
+def _remove(store: Store, folder: str) -> None:
     try:
-        store.delete_prefix(_folder(attempt))
+        store.delete_prefix(folder)
     except UcformatError as error:
-        _log.debug("records of the attempt %s stay: %s", attempt, error.message)
+        _log.debug("the records in %s stay: %s", folder, error.message)
 
 
 class RecordedJob(Job):
@@ -215,10 +219,7 @@ class RecordedJob(Job):
 
     def discard(self) -> None:
         """Remove the records; those that cannot be removed stay until the attempt is."""
-        try:
-            self.store.delete_prefix(self.records)
-        except UcformatError as error:
-            _log.debug("records of the attempt %s stay: %s", self.attempt, error.message)
+        _remove(self.store, self.records)
 
     @abstractmethod
     def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:

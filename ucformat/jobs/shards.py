@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ucformat.schema.tensors import TensorDoc
     from ucformat.storage.base import Bytes, Store
 
-__all__ = ["How", "ShardJob", "plan_document"]
+__all__ = ["How", "ShardJob", "plan_document", "planned_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,24 @@ def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> 
         "grids": (how.chunk_bytes, how.shard_bytes),
         "writer": __version__,
     } | ({} if how.verify else {"verify": False})
+
+
+def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], How]:
+    """The source, the tensors and the options of a conversion, in another process.
+
+    Args:
+        spec: of one of its jobs.
+
+    Raises:
+        Conflict: this process sees other files.
+    """
+    source = reopen(spec["source"])
+    infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
+    chunk_bytes, shard_bytes = spec["grids"]
+    how = How(chunk_bytes, shard_bytes, verify=spec["verify"])
+    if document_digest(plan_document(source, infos, how)) != spec["plan"]:
+        raise other_found(source)
+    return source, infos, how
 
 
 class ShardJob(RecordedJob):
@@ -162,12 +180,7 @@ class ShardJob(RecordedJob):
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
         """See Job."""
-        source = reopen(spec["source"])
-        infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
-        chunk_bytes, shard_bytes = spec["grids"]
-        how = How(chunk_bytes, shard_bytes, verify=spec["verify"])
-        if document_digest(plan_document(source, infos, how)) != spec["plan"]:
-            raise other_found(source)
+        source, infos, how = planned_of(spec)
         return cls(source, open_store(spec["store"]), spec["attempt"], infos, how, spec["compared"])
 
     def run(self, task: int) -> tuple[TaskDoc, Sequence[Sequence[SumPart]]]:

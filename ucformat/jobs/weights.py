@@ -11,10 +11,9 @@ from ucformat.exporters.base import weights_of
 from ucformat.format.arrays import put_file
 from ucformat.format.digest import document_digest
 from ucformat.format.sidecar import encode_columns
-from ucformat.geometry.tensor import Key
 from ucformat.jobs.export_files import FilesJob
-from ucformat.jobs.reopen import other_found, reopen, spec_of
-from ucformat.jobs.shards import How, plan_document
+from ucformat.jobs.reopen import spec_of
+from ucformat.jobs.shards import How, plan_document, planned_of
 from ucformat.jobs.weight_files import WeightFiles, weights_folder
 from ucformat.schema.manifest import SidecarDoc, VerifiedDoc
 from ucformat.storage.strided import checksum
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.geometry.tensor import Key, TensorInfo
     from ucformat.jobs.finished import TaskDoc
     from ucformat.storage.base import Store
 
@@ -101,12 +100,7 @@ class WeightsJob(FilesJob):
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
         """See Job."""
-        source = reopen(spec["source"])
-        infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
-        chunk_bytes, shard_bytes = spec["grids"]
-        how = How(chunk_bytes, shard_bytes, verify=spec["verify"])
-        if document_digest(plan_document(source, infos, how)) != spec["plan"]:
-            raise other_found(source)
+        source, infos, how = planned_of(spec)
         weights = plan_weights(source, infos, spec["attempt"])
         return cls(source, open_store(spec["store"]), spec["attempt"], infos, weights, how)
 

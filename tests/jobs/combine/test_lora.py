@@ -208,7 +208,7 @@ def test_a_quantized_base(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_what_peft_merges(options: dict[str, Any], dtype: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="pip install peft")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=16)
