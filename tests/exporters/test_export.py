@@ -26,7 +26,7 @@ from ucformat.exporters import EXPORTERS
 from ucformat.exporters.base import Exporter, Span, Target, TargetFile
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, Key, Piece
-from ucformat.jobs import export_files
+from ucformat.jobs import bands
 from ucformat.jobs.export import plan_export
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def test_any_placement_of_elements(tmp_path_factory: pytest.TempPathFactory, see
     source = universal(folder / "u", arrays)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EXPORTERS, "scattered", _Scattered)
-        patch.setattr(export_files, "_BAND_BYTES", band)
+        patch.setattr(bands, "_BAND_BYTES", band)
         done = ucformat.export(source, folder / "out", "scattered")
     assert done.verified
     for n, array in enumerate(arrays.values()):
@@ -135,8 +135,8 @@ def test_any_order_of_parts(
 
 WORK = """
 import ucformat
-from ucformat.jobs import export_files
-export_files._BAND_BYTES = 1 << 14
+from ucformat.jobs import bands
+bands._BAND_BYTES = 1 << 14
 
 def work(source, target, kind, options):
     return ucformat.export(source, target, kind, **eval(options)).files

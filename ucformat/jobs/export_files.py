@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self
 from zlib import crc32
 
@@ -13,7 +12,8 @@ from ucformat.exporters import make_exporter
 from ucformat.exporters.base import Sealed, Span
 from ucformat.format.digest import document_digest
 from ucformat.geometry.box import bounding_box
-from ucformat.geometry.tensor import Key, cut_piece
+from ucformat.geometry.tensor import Key
+from ucformat.jobs.bands import WriteBehind, bands
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
 from ucformat.jobs.inputs import Input
 from ucformat.jobs.links import link_file
@@ -21,20 +21,20 @@ from ucformat.jobs.reopen import options_of, other_found, plain_options, reopen,
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import sums_of
 from ucformat.reading.readable import TRACKERS
-from ucformat.schema import ITEMSIZE
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.upload import unit_for
 from ucformat.storage.url import open_store
 from ucformat.storage.watched import check_unchanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.exporters.base import Exporter, Part, TargetFile
+    from ucformat.exporters.base import Exporter, TargetFile
     from ucformat.geometry.tensor import Piece, TensorInfo
+    from ucformat.jobs.bands import Cut
     from ucformat.jobs.sums import SumPart
     from ucformat.storage.base import Store
 
@@ -42,9 +42,6 @@ __all__ = ["FOLDER", "ExportJob", "FilesJob", "plan_of"]
 
 #: The folder of an unfinished export with its records; it is removed when the export is complete.
 FOLDER = "ucformat-export"
-
-_BAND_BYTES = 8 << 20  # read and written at once
-_PARTS = 4096  # of a file that are read at once
 
 
 def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter) -> dict[str, Any]:
@@ -125,23 +122,24 @@ class FilesJob(RecordedJob):
             return True
         bare = False
         crcs: list[int] = []
-        with self.store.create(file.key, unit_for(file.nbytes)) as out:
-            for band in _bands(file.parts()):
+        with self.store.create(file.key, unit_for(file.nbytes)) as out, WriteBehind(out, file.nbytes) as behind:
+            for band in bands(file.parts()):
                 if isinstance(band, Sealed):
-                    out.write(band.make(crcs))
+                    behind.write(memoryview(band.make(crcs)))
                     continue
-                memory = _memory(sum(cut.nbytes for cut in band))
+                memory = behind.memory(sum(cut.nbytes for cut in band))
                 bare |= self._fill(band, memory)
                 if file.checksums:
                     _continue_crcs(band, memory, crcs)
-                out.write(memory.data)
+                behind.write(memory.data)
                 if advance is not None:
                     advance(memory.data)
+            behind.wait()
             if file.last:
                 self.check_source()
         return bare
 
-    def _fill(self, band: Sequence[_Cut], memory: NDArray[np.uint8]) -> bool:
+    def _fill(self, band: Sequence[Cut], memory: NDArray[np.uint8]) -> bool:
         """Fill memory with consecutive parts of a file; returns whether elements have no checksum."""
         buffers: list[NDArray[np.uint8]] = []
         wanted: dict[Key, tuple[TensorInfo, list[tuple[int, Piece]]]] = {}
@@ -294,61 +292,7 @@ class ExportJob(FilesJob):
         self.store.flush()
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A range of a part: of its bytes, or of the elements of a span."""
-
-    part: bytes | Span
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return (self.stop - self.start) * (1 if isinstance(self.part, bytes) else ITEMSIZE[self.part.dtype])
-
-    def pieces(self) -> Iterator[tuple[TensorInfo, Piece]]:
-        """The tensors in the range, and the pieces, placed in a buffer of the range."""
-        assert isinstance(self.part, Span)  # noqa: S101
-        for info, piece in self.part.pieces:
-            for cut in cut_piece(piece, self.start, self.stop):
-                yield info, replace(cut, offset=cut.offset - self.start)
-
-
-def _nbytes(part: bytes | Span) -> int:
-    return len(part) if isinstance(part, bytes) else part.nbytes
-
-
-def _bands(parts: Iterable[Part]) -> Iterator[list[_Cut] | Sealed]:
-    """Consecutive parts of a file that are read and written together, at most 8 MiB.
-
-    Large spans are cut at multiples of that, which are mostly the ends of chunks in the source.
-    """
-    band: list[_Cut] = []
-    left = _BAND_BYTES
-    for part in parts:
-        if band and (isinstance(part, Sealed) or _nbytes(part) > left):
-            yield band
-            band, left = [], _BAND_BYTES
-        if isinstance(part, Sealed):
-            yield part
-            continue
-        unit, size = (1, len(part)) if isinstance(part, bytes) else (ITEMSIZE[part.dtype], part.size)
-        at = 0
-        while True:
-            stop = min(size, at + max(1, left // unit))
-            band.append(_Cut(part, at, stop))
-            left -= (stop - at) * unit
-            at = stop
-            if left < unit or len(band) >= _PARTS:
-                yield band
-                band, left = [], _BAND_BYTES
-            if at >= size:
-                break
-    if band:
-        yield band
-
-
-def _continue_crcs(band: Sequence[_Cut], memory: NDArray[np.uint8], crcs: list[int]) -> None:
+def _continue_crcs(band: Sequence[Cut], memory: NDArray[np.uint8], crcs: list[int]) -> None:
     """Continue the CRC-32 of each span with its bytes in a band."""
     at = 0
     for cut in band:
@@ -357,14 +301,3 @@ def _continue_crcs(band: Sequence[_Cut], memory: NDArray[np.uint8], crcs: list[i
                 crcs.append(0)
             crcs[-1] = crc32(memory.data[at : at + cut.nbytes], crcs[-1])
         at += cut.nbytes
-
-
-_own = threading.local()
-
-
-def _memory(nbytes: int) -> NDArray[np.uint8]:
-    """Memory of this thread, reused for every band."""
-    memory: NDArray[np.uint8] = getattr(_own, "memory", np.empty(0, np.uint8))
-    if memory.size < nbytes:
-        _own.memory = memory = np.empty(nbytes, np.uint8)
-    return memory[:nbytes]
