@@ -133,6 +133,25 @@ def test_any_order_of_parts(
     assert not (folder / "out" / "ucformat-export").exists()
 
 
+def test_damage_is_found_across_parts(tmp_path: Path) -> None:
+    """Several threads read a band, and no part reads a record whole: the commit combines their checksums."""
+    source, _ = zero3(tmp_path / "src", 2, scale=8)
+
+    def export(on: str) -> None:
+        ucformat.export(source, tmp_path / "out", "safetensors", on=on, max_shard_bytes=10**6)
+
+    file = next(source.glob("*optim_states.pt"))
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 8] ^= 1  # in the masters
+    file.write_bytes(damaged)
+    for index in range(2):
+        with pytest.raises(NotFinished):
+            export(f"part:{index}/2")
+    with pytest.raises(ChecksumError, match="CRC-32"):
+        export("commit")
+    assert tensors_of(tmp_path / "out") == {}
+
+
 WORK = """
 import ucformat
 from ucformat.jobs import bands

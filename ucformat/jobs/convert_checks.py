@@ -11,7 +11,9 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right, insort
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ucformat.errors import ChecksumError
@@ -27,7 +29,7 @@ from ucformat.storage.watched import find_watched
 from ucformat.views.viewed import inputs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
@@ -40,6 +42,8 @@ __all__ = ["StreamVerifier", "joined", "verifying"]
 _READ = 4 << 20  # bytes that are read at once of remaining bytes
 _NAMED = 5  # tensors of a damaged record that an error names
 _RESIDUE = checksum(bytes(4))  # the CRC-32C of any bytes followed by their own
+#: What the running task has read of checksums.
+_notes: ContextVar[Mapping[StreamVerifier, list[SumPart]]] = ContextVar("ucformat_notes", default=MappingProxyType({}))
 
 
 class StreamVerifier:
@@ -58,7 +62,6 @@ class StreamVerifier:
         self._computed: dict[str, bool] = {}  # file -> whether checksums cover all of its inputs
         self._bare: set[Key] = set()  # tensors with bytes that no checksum covers
         self._besides = 0
-        self._reading = threading.local()  # `parts`: what a task of this thread has read of checksums
         if source.foreign:
             by_file: dict[str, list[FileRecord]] = {}
             for record in source.foreign.records():
@@ -201,8 +204,7 @@ class StreamVerifier:
             value = 0
             for a, b in parts:
                 value ^= one.shift(one.crc(data[a - at : b - at]), one.stop - b)
-            log: list[SumPart] | None = getattr(self._reading, "parts", None)
-            if log is not None:
+            if (log := _notes.get().get(self)) is not None:
                 log.append(SumPart(one, parts, value))
             with self._lock:
                 one.value ^= value
@@ -244,13 +246,13 @@ class StreamVerifier:
 
     @contextmanager
     def task(self) -> Iterator[list[SumPart]]:
-        """Note what this thread reads of checksums inside the block."""
+        """Note what is read of checksums inside the block, also by threads that run in a copy of its context."""
         found: list[SumPart] = []
-        self._reading.parts = found
+        token = _notes.set({**_notes.get(), self: found})
         try:
             yield found
         finally:
-            self._reading.parts = None
+            _notes.reset(token)
 
     def take(self, sums: Iterable[SumDoc]) -> None:
         """Take what tasks in other processes, or in an earlier run, have read of checksums.
@@ -369,8 +371,7 @@ def verifying(
     Raises:
         ChecksumError: a file is damaged.
     """
-    watching = find_watched(source.store)
-    if not on or watching is None:
+    if not on or (watching := find_watched(source.store)) is None:
         yield None
         return
     verifier = StreamVerifier(source, compared)

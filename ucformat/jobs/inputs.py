@@ -48,7 +48,7 @@ class Input:
         self._observing.close()
 
     def task(self) -> AbstractContextManager[list[SumPart]]:
-        """Note what this thread reads of checksums inside the block."""
+        """Note what is read of checksums inside the block, as `StreamVerifier.task`."""
         return nullcontext([]) if self.verifier is None else self.verifier.task()
 
     def read(
