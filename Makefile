@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ENGINE := .engines/deepspeed/.installed
 ORBAX := .engines/orbax/.installed
+VLLM := .engines/vllm/.installed
 # Tests start thousands of processes, which would compile the package anew where Python may not write bytecode itself.
 COMPILE := $(BIN)/python -m compileall -q ucformat
 # The two environments are made side by side, and what is ready is checked meanwhile.
@@ -25,6 +26,11 @@ $(ENGINE): tests/engines/install_deepspeed.sh pyproject.toml constraints.txt
 
 $(ORBAX): tests/engines/install_orbax.sh
 	PYTHON=$(PYTHON) bash tests/engines/install_orbax.sh
+	touch $@
+
+# 3 GB, and so installed only on demand: `make .engines/vllm/.installed`
+$(VLLM): tests/engines/install_vllm.sh
+	PYTHON=$(PYTHON) bash tests/engines/install_vllm.sh
 	touch $@
 
 engines: $(ENGINE) $(ORBAX)

