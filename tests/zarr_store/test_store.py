@@ -31,11 +31,14 @@ from ucformat.errors import ChecksumError, Conflict, UsageError
 from ucformat.format.chunking import chunk_shape
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
+from ucformat.storage.url import open_store
 from ucformat.storage.watched import find_watched
 from ucformat.zarr_store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.s3 import Bucket
 
 ROOT = Path(__file__).parents[2]
 LARGE = {
@@ -91,6 +94,19 @@ def arrays_of(group: zarr.Group) -> dict[tuple[str, str], zarr.Array[Any]]:
             told: Any = array.attrs["ucformat"]
             out[told["name"], told["state"]] = array
     return out
+
+
+def test_an_object_store_is_read_in_ranges(bucket: Bucket, tmp_path: Path) -> None:
+    place = bucket.place()
+    for folder in (zero3(tmp_path / "z").home, packed(tmp_path / "p").home):
+        local, remote = open_store(folder), open_store(f"{place}/{Path(folder).name}")
+        for info in local.list():
+            remote.put_if_absent(info.key, local.read(info.key))
+        ck = ucformat.open(remote.url)
+        for key, array in arrays_of(zarr.open_group(ck.zarr_store())).items():
+            assert same(np.asarray(array[...]), np.asarray(ck[key])), key
+            if array.ndim and array.shape[0] > 2:
+                assert same(np.asarray(array[1:-1]), np.asarray(ck[key][1:-1])), key
 
 
 def test_every_array_is_the_tensor(ck: Checkpoint) -> None:
