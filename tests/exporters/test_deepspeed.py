@@ -336,3 +336,14 @@ def test_what_is_last_is_what_deepspeed_needs(tmp_path: Path) -> None:
     assert last[3] == ["global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "latest"]
     universal = [f.key for f in plan_export(source, "deepspeed-universal", stage=3, tag="t").files if f.last]
     assert universal == ["t/zero_pp_rank_0_mp_rank_00_model_states.pt", "latest_universal"]
+
+
+def test_any_bits_come_back_from_stage_0(tmp_path: Path) -> None:
+    """Its reader rounds the masters to name them, among which may be signalling NaNs."""
+    masters = np.array([0x7F800001, 0x3F800000], "u4").view("f4")
+    with np.errstate(invalid="ignore"):
+        arrays = {("w", "master"): masters, ("w", "weight"): masters.astype(ml_dtypes.bfloat16)}
+    groups = ({**ADAM, "params": ["w"]},)
+    source = Checkpoint(FakeSource.write(MemoryStore("any-bits"), arrays, step=3, groups=groups))
+    export(source, tmp_path, "deepspeed", stage=0, world=1)
+    assert contents(ucformat.open(tmp_path, options={"groups": [["w"]]})) == contents(source)

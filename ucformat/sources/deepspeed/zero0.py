@@ -231,7 +231,7 @@ def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
         return b"?"
     n = min(_SAMPLE, tensor.size, tensor.numel - tensor.offset)
     head = StoredTensor(tensor.storage, tensor.dtype, (n,), (1,), tensor.offset, tensor.numel)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged, too
         return np.frombuffer(file.read(head), types[tensor.dtype]).astype(types[dtype]).tobytes() if n else b""
 
 
