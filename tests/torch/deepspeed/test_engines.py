@@ -12,6 +12,7 @@ from tests.torch.deepspeed.compare import differences, facts, held, held_by_engi
 from tests.torch.deepspeed.conftest import run_all
 from tests.torch.deepspeed.plan import RECIPES, Load, Source, all_loads, chosen_loads, starts
 from tests.torch.verdict import without_tuples
+from ucformat.jobs.export import plan_export
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,8 @@ def check_saved(folder: Path, source: Source) -> None:
         assert groups(ours) == groups(own)
         for name in ("lr_scheduler", "global_steps", "global_samples", "skipped_steps"):
             assert ours.objects[name] == own.objects[name]
+        assert sorted(ours.objects["buffer_names"]) == sorted(own.objects["buffer_names"])
+        assert plan_export(ours, "deepspeed", stage=3).files  # which must know the buffers
         assert (ours.manifest.step, ours.manifest.layout["dp"]) == (3, source.world)
         dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[RECIPES[source.recipe]["dtype"]]
         trained = {name for group in ours.manifest.groups for name in group.params}

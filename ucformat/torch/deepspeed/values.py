@@ -56,6 +56,7 @@ def plain_values(trainer: EngineParts) -> dict[str, Any]:
     engine = trainer.engine
     found: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTERS}
     found["ds_config"] = engine._config._param_dict  # noqa: SLF001 - engine.config may be the name of a file
+    found["buffer_names"] = list(trainer.buffers)  # which an export to stage 3 must tell from frozen parameters
     found |= {name: part.state_dict() for name, part in stateful(engine).items()}
     scaler = _scaler(trainer.optimizer)
     if scaler is not None:
