@@ -16,6 +16,7 @@ __all__ = ["Made", "engine", "make_deepspeed", "torchrun"]
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
+_AT_ONCE = 12  # engines in one process: each leaves threads of its groups of ranks behind
 _MODULES = (
     "deepspeed",
     "torch.distributed.checkpoint.state_dict",
@@ -61,8 +62,10 @@ def engine(name: str) -> Path:
     return python
 
 
-def make_deepspeed(specs: list[dict[str, Any]], world: int, folder: Path) -> dict[str, Made]:
-    """Checkpoints of these configurations by name, made in one run of `world` processes unless they are there.
+def make_deepspeed(
+    specs: list[dict[str, Any]], world: int, folder: Path, script: str = "make_deepspeed.py"
+) -> dict[str, Made]:
+    """Checkpoints of these configurations by name, made by `world` processes unless they are there.
 
     Test processes that share `folder` make them once: a file lock lets one work, and the others wait.
     """
@@ -70,9 +73,9 @@ def make_deepspeed(specs: list[dict[str, Any]], world: int, folder: Path) -> dic
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         left = [spec for spec in specs if not (folder / spec["name"] / "done").exists()]
-        if left:
-            (folder / "specs.json").write_text(json.dumps(left))
-            torchrun(world, [str(_HERE / "make_deepspeed.py"), str(folder / "specs.json"), str(folder)], folder / "log")
+        for start in range(0, len(left), _AT_ONCE):
+            (folder / "specs.json").write_text(json.dumps(left[start : start + _AT_ONCE]))
+            torchrun(world, [str(_HERE / script), str(folder / "specs.json"), str(folder)], folder / "log")
     return {
         spec["name"]: Made(
             spec["name"], folder / spec["name"], json.loads((folder / spec["name"] / "truth.json").read_text())

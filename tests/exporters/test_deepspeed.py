@@ -27,7 +27,7 @@ from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from tests.engines import Made
@@ -134,9 +134,13 @@ def dtype_of(name: str) -> Any:
 
 
 def fake(
-    shapes: dict[str, tuple[int, ...]], *, groups: list[list[str]] | None = None, dtype: str = "float32", **facts: Any
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    groups: list[list[str]] | None = None,
+    dtype: str = "float32",
+    **facts: Any,
 ) -> Checkpoint:
-    """A trained model in memory; parameters that are in no group are frozen."""
+    """A trained model in memory with groups of different weight decay; parameters that are in no group are frozen."""
     groups = [list(shapes)] if groups is None else groups
     arrays: dict[Any, Any] = {}
     for i, (name, shape) in enumerate(shapes.items()):
@@ -150,7 +154,8 @@ def fake(
             arrays[name, "step"] = np.array(3, "float32")
         else:
             del arrays[name, "master"]
-    known: dict[str, Any] = {"step": 3, "groups": tuple({**ADAM, "params": group} for group in groups)}
+    documents = tuple({**ADAM, "weight_decay": 0.1 / (i + 1), "params": names} for i, names in enumerate(groups))
+    known: dict[str, Any] = {"step": 3, "groups": documents}
     return Checkpoint(FakeSource.write(MemoryStore(f"fake-{next(_numbers)}"), arrays, **known | facts))
 
 
@@ -209,11 +214,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no layout": ({}, {"stage": 1, "world": 2, "tp": 2}, "pass layout"),
     "ranks that tp does not divide": ({}, {"stage": 1, "world": 3, "tp": 2}, "3 ranks are not divided by 2"),
     "no loss scale": ({"dtype": "float16"}, {"stage": 1, "world": 2}, "pass config"),
-    "experts": (
-        {"shapes": {"m.deepspeed_moe.experts.deepspeed_experts.0.w": (3,)}},
-        {"stage": 1, "world": 2},
-        "experts of deepspeed.moe are not exported to DeepSpeed: m.deepspeed_moe",
-    ),
     "a group of what is not stored": (
         {"groups": [["a.w", "b.w", "c.w"]]},
         {"stage": 1, "world": 2},

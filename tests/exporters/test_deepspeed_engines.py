@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
-import shutil
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import ucformat
-from tests.engines import Made, make_deepspeed
+from tests.engines import make_deepspeed
+from tests.exporters.loading import Engines
 from ucformat.jobs.export import export
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
+
+    from tests.engines import Made
 
 #: Of all engines here: odd sizes, two optimizer groups, buffers, a tied and a frozen parameter.
 MODEL = {"tied": True, "freeze": "blocks.0.mix", "scalars": False, "empty": False, "after": 2}
@@ -66,11 +67,11 @@ def dtype_of(name: str) -> str:
     return name.partition("-")[2]
 
 
-def exported(source: Path, folder: Path, load: Load) -> dict[str, Any]:
+def exported(load: Load, sources: Mapping[str, Made], folder: Path) -> dict[str, Any]:
     """Export a source; returns the spec of the engine that loads it."""
     name, stage, world, via, universal = load
     options: dict[str, Any] = {"stage": stage} if universal else {"stage": stage, "world": world}
-    ck = ucformat.open(source)
+    ck = ucformat.open(sources[name].checkpoint)
     if name == FSDP:
         ck = ck.view([{"alias": {"head.weight": "embed.weight"}}])
         options["config"] = {"zero_optimization": {"stage": stage}, "scheduler": {"type": "WarmupLR"}}
@@ -83,48 +84,17 @@ def exported(source: Path, folder: Path, load: Load) -> dict[str, Any]:
     return {"zero": stage, "dtype": dtype_of(name), "load": str(folder / "x"), "universal": universal, **model}
 
 
-class Engines:
-    """The sources, and engines that loaded exports of them; processes that share the folder make them once."""
-
-    def __init__(self, folder: Path, loads: list[Load]) -> None:
-        self.folder, self.loads = folder, loads
-        self.sources = make_deepspeed(SOURCES, 2, folder / "sources")
-
-    @cache  # noqa: B019 - one for a session
-    def on(self, world: int) -> Mapping[str, Made]:
-        """All that load on so many ranks; those of stage 3 last, since it changes torch's linear layers for good."""
-        folder = self.folder / str(world)
-        loads = sorted((one for one in self.loads if one[2] == world), key=lambda one: one[1])
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "exporting").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            specs = []
-            for one in loads:
-                place = folder / "exports" / label(one)
-                if not (folder / label(one) / "done").exists():
-                    shutil.rmtree(place, ignore_errors=True)
-                    spec = exported(self.sources[one[0]].checkpoint, place, one)
-                else:
-                    spec = {}
-                specs.append({"name": label(one), **spec})
-            return make_deepspeed(specs, world, folder)
-
-
 @pytest.fixture(scope="session")
 def engines(common: Path) -> Callable[[list[Load], str], Engines]:
-    """The engines of some loads, by the name of their folder."""
-    return cache_of(lambda loads, name: Engines(common / f"exports-{name}", loads))
+    """The engines of some loads, by the name of their folder; stage 3, which changes torch for good, comes last."""
 
+    @cache
+    def made(name: str, loads: tuple[Load, ...]) -> Engines:
+        last = sorted(loads, key=lambda load: load[1])
+        by_name = {label(load): (load[2], partial(exported, load)) for load in last}
+        return Engines(common / f"exports-{name}", "make_deepspeed.py", SOURCES, by_name)
 
-def cache_of(make: Callable[[list[Load], str], Engines]) -> Callable[[list[Load], str], Engines]:
-    made: dict[str, Engines] = {}
-
-    def get(loads: list[Load], name: str) -> Engines:
-        if name not in made:
-            made[name] = make(loads, name)
-        return made[name]
-
-    return get
+    return lambda loads, name: made(name, tuple(loads))
 
 
 def check(engines: Engines, load: Load) -> None:

@@ -230,15 +230,8 @@ def write_truth(
         script.unlink()
 
 
-def main() -> None:
-    name = sys.argv[1]
-    spec = SPECS[name]
-    folder = Path(__file__).parent / name
-    deepspeed.init_distributed("gloo")
-    rank, tp, pp = dist.get_rank(), spec.get("tp", 1), spec.get("pp", 1)
-    model = model_of(spec)
-    shapes = {n: p.shape for n, p in model.named_parameters()}
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if spec.get("tied") and pp == 1 else {}
+def engine_of(spec: dict[str, Any], model: torch.nn.Module) -> tuple[Any, Any]:
+    """The engine and its optimizer."""
     for n, p in model.named_parameters():
         p.requires_grad_(not spec.get("freeze") or spec["freeze"] not in n)
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -249,6 +242,19 @@ def main() -> None:
     for group in groups if "ep" not in spec else []:
         del group["name"]  # which only the splitting of experts' groups needs
     engine, opt, _, _ = deepspeed.initialize(model=model, model_parameters=groups, config=config_of(spec))
+    return engine, opt
+
+
+def main() -> None:
+    name = sys.argv[1]
+    spec = SPECS[name]
+    folder = Path(__file__).parent / name
+    deepspeed.init_distributed("gloo")
+    rank, tp, pp = dist.get_rank(), spec.get("tp", 1), spec.get("pp", 1)
+    model = model_of(spec)
+    shapes = {n: p.shape for n, p in model.named_parameters()}
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if spec.get("tied") and pp == 1 else {}
+    engine, opt = engine_of(spec, model)
     replica = engine.grid.get_data_parallel_rank() if pp > 1 else rank // tp
     generator = torch.Generator().manual_seed(replica)
 
@@ -285,4 +291,5 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -118,8 +118,9 @@ class FlatGroup:
         number: of its optimizer group.
         group: the optimizer group.
         dims: what the tensor-parallel rank holds of each parameter, in order.
-        buffer: the flat buffer over the data-parallel ranks.
+        buffer: the flat buffer over the ranks that share the group.
         paddings: elements of padding after each parameter.
+        ranks: the data-parallel ranks that share the group, in the order of their partitions.
     """
 
     number: int
@@ -127,6 +128,23 @@ class FlatGroup:
     dims: dict[str, tuple[Dim, ...]]
     buffer: FlatBuffer
     paddings: list[int]
+    ranks: range
+
+    def part_of(self, rank: int) -> dict[str, tuple[int, int, int]]:
+        """What of each parameter a rank's partition holds: its first element, the end, and the place.
+
+        Args:
+            rank: the data-parallel rank.
+        """
+        return self.buffer.on(self.ranks.index(rank))
+
+    def padding(self, rank: int) -> int:
+        """Elements of a rank's partition that belong to no parameter.
+
+        Args:
+            rank: the data-parallel rank.
+        """
+        return self.buffer.padding(self.ranks.index(rank))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -148,7 +166,7 @@ class FlatGroup:
         return SavedTensor(Storage(Span(dtype, size, tuple(found))), (size,))
 
     def _pieces(self, infos: Mapping[str, TensorInfo], rank: int) -> Iterator[tuple[TensorInfo, Piece]]:
-        for name, (start, stop, at) in self.buffer.on(rank).items():
+        for name, (start, stop, at) in self.part_of(rank).items():
             for piece in pieces_of(self.dims[name], (start, stop), at)[0]:
                 yield infos[name], piece
 
@@ -158,7 +176,7 @@ def flat_groups(engine: Engine, groups: Sequence[OptimizerGroup], shards: Shards
 
     Args:
         engine: the engine.
-        groups: the optimizer groups.
+        groups: the optimizer groups, as the rank has them.
         shards: the shards of all tensors.
         rank: the tensor-parallel rank.
 
@@ -179,9 +197,9 @@ def flat_groups(engine: Engine, groups: Sequence[OptimizerGroup], shards: Shards
 
 def _joined(engine: Engine, number: int, group: OptimizerGroup, dims: dict[str, tuple[Dim, ...]]) -> FlatGroup:
     """All parameters of an optimizer group, of which each rank gets a partition (stage 0: of one rank, not padded)."""
-    names = list(dims)
+    names, ranks = list(dims), group.ranks or range(engine.dp)
     if engine.stage and engine.flag("round_robin_gradients"):
-        names = [names[i] for i in round_robin_order(len(names), engine.dp)]
+        names = [names[i] for i in round_robin_order(len(names), len(ranks))]
     aligned = bool(engine.stage) and engine.flag("parameter_alignment")
     unit = _ALIGNMENT // math.gcd(_ALIGNMENT, ITEMSIZE[engine.dtype]) if aligned else 1
     buffer, paddings = FlatBuffer(), []
@@ -190,8 +208,9 @@ def _joined(engine: Engine, number: int, group: OptimizerGroup, dims: dict[str, 
         padding = -(buffer.end + numel) % unit if name != names[-1] else 0
         buffer.append(name, numel, padding=padding)
         paddings.append(padding)
-    buffer.size = align_up(buffer.end, _START_ALIGNMENT * engine.dp) // engine.dp if engine.stage else buffer.end
-    return FlatGroup(number, group, {n: dims[n] for n in names}, buffer, paddings)
+    parts = len(ranks)
+    buffer.size = align_up(buffer.end, _START_ALIGNMENT * parts) // parts if engine.stage else buffer.end
+    return FlatGroup(number, group, {n: dims[n] for n in names}, buffer, paddings, ranks)
 
 
 def _partitioned(
@@ -206,7 +225,7 @@ def _partitioned(
         buffer.append_part(name, numel, part_size(numel, engine.dp))
         if buffer.end >= limit or name == next(reversed(numels)):
             buffer.size = buffer.end
-            yield FlatGroup(number, group, {n: dims[n] for n in buffer.slots}, buffer, [])
+            yield FlatGroup(number, group, {n: dims[n] for n in buffer.slots}, buffer, [], range(engine.dp))
             buffer = FlatBuffer()
 
 

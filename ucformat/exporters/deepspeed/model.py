@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,6 @@ from ucformat.errors import UnsupportedError, UsageError
 from ucformat.exporters.deepspeed.options import zero_of
 from ucformat.geometry.tensor import Key
 from ucformat.schema import FLOATS
-from ucformat.sources.deepspeed.experts import is_expert
 from ucformat.sources.deepspeed.zero12 import undo_round_robin
 
 if TYPE_CHECKING:
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from ucformat.exporters.deepspeed.options import Engine, UniversalOptions
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["OptimizerGroup", "TrainedModel", "listed", "outside"]
+__all__ = ["OptimizerGroup", "TrainedModel", "listed", "outside", "recorded_degree"]
 
 _LISTED = 8
+_EXPERTS = re.compile(r"ep_size_(\d{1,6})")
 
 
 @dataclass(slots=True)
@@ -33,12 +34,45 @@ class OptimizerGroup:
         document: the group as in `CheckpointMetadata.groups`.
         states: the tensors of each state, by parameter.
         masters: the fp32 copy of each parameter, or the weight itself where that is the only one.
+        ranks: the data-parallel ranks that share the group, in the order of their partitions; None: all.
     """
 
     names: list[str]
     document: Mapping[str, Any]
     states: dict[str, dict[str, TensorInfo]] = field(default_factory=dict)
     masters: dict[str, TensorInfo] = field(default_factory=dict)
+    ranks: range | None = None
+
+    def part(self, names: Mapping[str, str], **document: Any) -> OptimizerGroup:
+        """Some of the parameters.
+
+        Args:
+            names: the parameters, and their names in the part.
+            **document: what differs in `document`.
+        """
+
+        def cut(found: Mapping[str, Any]) -> dict[str, Any]:
+            return {new: found[old] for old, new in names.items() if old in found}
+
+        plain = {state: cut(values) for state, values in self.plain().items()}
+        states = {state: held for state, infos in self.states.items() if (held := cut(infos))}
+        return OptimizerGroup(
+            list(names.values()), {**self.document, "state": plain, **document}, states, cut(self.masters)
+        )
+
+    def joined(self, other: OptimizerGroup) -> OptimizerGroup:
+        """The parameters of this group and then those of another one with the same hyper-parameters.
+
+        Args:
+            other: the other group.
+        """
+
+        def both(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
+            return {state: {**one.get(state, {}), **two.get(state, {})} for state in (*one, *two)}
+
+        document = {**self.document, "state": both(self.plain(), other.plain())}
+        names, masters = [*self.names, *other.names], {**self.masters, **other.masters}
+        return OptimizerGroup(names, document, both(self.states, other.states), masters)
 
     def scalars(self) -> dict[str, dict[str, TensorInfo]]:
         """The states of no dims, such as `step`."""
@@ -73,7 +107,7 @@ class TrainedModel:
         options: the options.
 
     Raises:
-        UnsupportedError: the model has experts, or an optimizer group lists a tensor that is not stored.
+        UnsupportedError: an optimizer group lists a tensor that is not stored.
     """
 
     def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalOptions) -> None:
@@ -81,11 +115,6 @@ class TrainedModel:
         self.by_name: dict[str, dict[str, TensorInfo]] = {}
         for info in infos:
             self.by_name.setdefault(info.name, {})[info.state] = info
-        if experts := [name for name in self.by_name if is_expert(name)]:
-            raise UnsupportedError(
-                f"experts of deepspeed.moe are not exported to DeepSpeed: {listed(experts)}",
-                hint="load them with ucformat.torch.load, or export the weights to another format",
-            )
         self.groups = [self._group(document) for document in source.metadata.groups]
         self.trained = {name: info for group in self.groups for name, info in group.masters.items()}
         self.placed_in_client: set[str] = set()  # names of tensors that are values of the client state
@@ -94,7 +123,10 @@ class TrainedModel:
         names = list(document["params"])
         recorded, layout = zero_of(self.source.objects.get("ds_config") or {}), self.source.metadata.layout
         if recorded.get("round_robin_gradients") is True and layout.get("zero") in (1, 2):
-            names = undo_round_robin(names, layout["dp"])
+            degree = recorded_degree(document) or 1
+            each = len(names) // degree
+            ranks = [names[i * each : (i + 1) * each] for i in range(degree)]
+            names = [n for of in ranks for n in undo_round_robin(of, layout["dp"] // degree)]
         group = OptimizerGroup(names, document)
         missing = [n for n in names if not self.by_name.get(n, {}).keys() & {"weight", "master"}]
         if missing:
@@ -109,6 +141,23 @@ class TrainedModel:
                 if state not in ("weight", "master"):
                     group.states.setdefault(state, {})[name] = info
         return group
+
+    @property
+    def expert_ranks(self) -> int | None:
+        """The number of expert-parallel ranks that saved the source, if it is known.
+
+        Raises:
+            UnsupportedError: layers differ in it.
+        """
+        found = {d for g in self.groups if (d := recorded_degree(g.document)) is not None}
+        if len(found) > 1:
+            raise UnsupportedError(
+                "layers of experts that are divided among different numbers of ranks "
+                f"({', '.join(map(str, sorted(found)))}) are not exported to DeepSpeed",
+                hint="export the weights alone (--weights-only)",
+            )
+        degree = found.pop() if found else self.source.metadata.layout.get("ep")
+        return degree if isinstance(degree, int) else None
 
     @property
     def weights(self) -> list[TensorInfo]:
@@ -199,6 +248,17 @@ class TrainedModel:
         """
         masters = {n: (self.by_name[n].get("master") or i) for n, i in module.items() if n not in buffers and i.size}
         self.groups, self.trained = [OptimizerGroup(list(masters), {}, {}, masters)], masters
+
+
+def recorded_degree(document: Mapping[str, Any]) -> int | None:
+    """The number of expert-parallel ranks that share a group that DeepSpeed made of experts; None for other groups.
+
+    Args:
+        document: the group as in `CheckpointMetadata.groups`.
+    """
+    name = document.get("name")
+    found = _EXPERTS.fullmatch(name) if document.get("moe") and isinstance(name, str) else None
+    return int(found[1]) if found else None
 
 
 def listed(names: Iterable[str]) -> str:

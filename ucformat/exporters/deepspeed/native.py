@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.exporters.base import Span, TargetFile
+from ucformat.exporters.deepspeed.experts import ExpertRanks
 from ucformat.exporters.deepspeed.flat import Shards, check_dtype, flat_groups
 from ucformat.exporters.deepspeed.model import TrainedModel
 from ucformat.exporters.deepspeed.objects import VERSION, Values
@@ -24,12 +26,14 @@ from ucformat.exporters.torch_file import lazy_torch_file
 from ucformat.geometry.flat_buffer import part_range, part_size
 from ucformat.geometry.local import pieces_of
 from ucformat.schema import FLOATS
+from ucformat.sources.deepspeed.experts import expert_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.exporters.deepspeed.flat import FlatGroup
+    from ucformat.exporters.deepspeed.model import OptimizerGroup
     from ucformat.exporters.deepspeed.options import UniversalOptions
     from ucformat.geometry.tensor import Key, TensorInfo
 
@@ -68,16 +72,37 @@ class EnginePlan:
         self.frozen = [n for n in model.untrained(self.module) if n not in self.buffers]
         self.save_frozen = engine.stage > 1 and not weights_only
         self.aliases = {a: n for a, n in source.aliases.items() if n in self.module and a not in self.module}
+        self.experts = ExpertRanks.of(model, engine, options)
         self.shards = Shards(native, engine.tp, self.module)
-        self.flat = [self._flat(rank) for rank in range(engine.tp)]
+        if model.groups and self.experts.experts.counts:
+            kept = engine.stage == 0 and source.metadata.layout.get("zero") == 0
+            before = model.expert_ranks or 1
+            model.groups = self.experts.groups(model.groups, before, split=not kept or before != self.experts.degree)
+        joined = engine.stage > 0 or self.fused
+        self._flat = {
+            (tp, rank): flat_groups(engine, self.groups_on(rank), self.shards, tp) if joined else []
+            for tp, rank in product(range(engine.tp), range(self.experts.degree))
+        }
         if self.fused:
             for group in model.groups:
                 check_dtype("weight", self.module, [n for n in group.names if group.masters[n].size])
 
-    def _flat(self, rank: int) -> list[FlatGroup]:
-        if self.engine.stage or self.fused:  # else parameters are not joined
-            return flat_groups(self.engine, self.model.groups, self.shards, rank)
-        return []
+    def groups_on(self, expert_rank: int) -> list[OptimizerGroup]:
+        """The optimizer groups as an expert-parallel rank has them.
+
+        Args:
+            expert_rank: the rank; 0 for models without experts.
+        """
+        return [self.experts.on(group, expert_rank) for group in self.model.groups]
+
+    def flat(self, tp: int = 0, dp: int = 0) -> list[FlatGroup]:
+        """The flat groups of a rank; none where parameters are not joined.
+
+        Args:
+            tp: the tensor-parallel rank.
+            dp: the data-parallel rank.
+        """
+        return self._flat[tp, self.experts.rank_of(dp)]
 
     def files(self) -> Iterator[TargetFile]:
         """The files, those that are last at the end."""
@@ -110,8 +135,28 @@ class EnginePlan:
                     last.append(file)
                 else:
                     yield file
+        yield from self._expert_files()
         yield from last
         yield TargetFile.of("latest", engine.tag.encode(), last=True)
+
+    def _expert_files(self) -> Iterator[TargetFile]:
+        """The weights of each expert, and at stage 0 the optimizer of each expert-parallel rank."""
+        layers = {prefix: i for i, prefix in enumerate(self.experts.experts.counts)}
+        held: dict[tuple[str, int], list[str]] = {}
+        for name in (*self.module, *self.aliases):
+            if (of := expert_of(name)) is not None:
+                held.setdefault(of, []).append(name)
+        for (prefix, number), names in held.items():
+            key = f"layer_{layers[prefix]}_expert_{number}_mp_rank_00_model_states.pt"
+            yield self.file(key, partial(self._expert, names), None, last=False)
+        if layers and self.model.groups and not self.engine.stage:
+            for rank in range(self.experts.degree):
+                key = f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
+                yield self.file(key, partial(self._expert_optimizer, rank), None, last=False)
+
+    def _expert_optimizer(self, rank: int, fill: bool) -> dict[str, Any]:  # noqa: FBT001
+        groups = self.groups_on(rank)
+        return {"optimizer": plain_optimizer(self.engine, groups, self.values, self.shards, None, 0, fill)}
 
     def model_file(self, tp: int, dp: int) -> str:
         """The name of a model states file.
@@ -156,11 +201,11 @@ class EnginePlan:
             fill: whether spans need their pieces.
         """
         engine, zero = self.engine, self.engine.stage > 0 and bool(self.model.groups)
-        frozen = {n: self.shards.dims(n, self.module[n].shape, tp) for n in self.frozen} if self.save_frozen else {}
+        frozen = self.experts.local(self.frozen, 0) if self.save_frozen else {}
         shared = self.aliases if not dp and not tp else {}
         out: dict[str, Any] = {
             "module": self._module(tp, fill),
-            "buffer_names": list(self.buffers),
+            "buffer_names": list(self.experts.local(self.buffers, 0).values()),
             "optimizer": None,
             "param_shapes": None,
             "frozen_param_shapes": None,
@@ -168,15 +213,18 @@ class EnginePlan:
             "frozen_param_fragments": None,
         }
         if zero:
-            out["param_shapes"] = [{n: size_of(s) for n, s in flat.shapes.items()} for flat in self.flat[tp]]
+            out["param_shapes"] = [{n: size_of(s) for n, s in flat.shapes.items()} for flat in self.flat(tp)]
         elif self.model.groups:
             if fill:
                 check_scalars(self.source, self.model.groups if self.fused else ())
-            flat = self.flat[tp] if self.fused else None
-            out["optimizer"] = plain_optimizer(engine, self.model.groups, self.values, self.shards, flat, tp, fill)
+            flat = self.flat(tp) if self.fused else None
+            out["optimizer"] = plain_optimizer(engine, self.groups_on(0), self.values, self.shards, flat, tp, fill)
         if self.save_frozen:
-            out["frozen_param_shapes"] = {n: size_of(tuple(d.size for d in dims)) for n, dims in frozen.items()}
-            out["frozen_param_fragments"] = {n: self._fragment(n, tp, dp, fill) for n in frozen}
+            shapes = {n: self.shards.dims(n, self.module[n].shape, tp) for n in frozen}
+            out["frozen_param_shapes"] = {frozen[n]: size_of(tuple(d.size for d in s)) for n, s in shapes.items()}
+            out["frozen_param_fragments"] = {local: self._fragment(n, tp, dp, fill) for n, local in frozen.items()}
+        if counts := self.experts.experts.counts:
+            out |= {"num_experts": list(counts.values()), "ds_autoep_layers": None}
         return out | dict(self.values.counters(engine, dp))
 
     def _module(self, tp: int, fill: bool) -> dict[str, Any]:  # noqa: FBT001
@@ -185,18 +233,22 @@ class EnginePlan:
         empty = SavedTensor(Storage(Span(engine.dtype, 0, ())), (0,))
         module: dict[str, Any] = {}
         for name, info in self.module.items():
+            if expert_of(name) is not None:
+                continue
             if engine.stage == ZERO3 and name not in self.buffers:
                 kept = info.dtype if name in self.frozen and info.dtype not in FLOATS else None
                 module[name] = empty if kept is None else SavedTensor(Storage(Span(kept, 0, ())), (0,))
             else:
                 module[name] = self.shards.saved(name, info, tp, fill)
-        for flat in (
-            self.flat[tp] if self.fused else ()
-        ):  # weights are views of one buffer, in the order of the fp32 copy
+        for flat in self.flat(tp) if self.fused else ():  # weights are views of one buffer, as the fp32 copy is
             joined = flat.saved(self.module, 0, fill).storage
             module |= {n: SavedTensor(joined, flat.shapes[n], slot.start) for n, slot in flat.buffer.slots.items()}
-        module |= {alias: module[name] for alias, name in self.aliases.items()}
+        module |= {alias: module[name] for alias, name in self.aliases.items() if name in module}
         return module | self.values.extra
+
+    def _expert(self, names: Sequence[str], fill: bool) -> dict[str, SavedTensor]:  # noqa: FBT001
+        """The weights of an expert."""
+        return {n: self.shards.saved(n, self.module[self.aliases.get(n, n)], 0, fill) for n in names}
 
     def _fragment(self, name: str, tp: int, dp: int, fill: bool) -> SavedTensor:  # noqa: FBT001
         """What a rank holds of a parameter that is not trained: all, or under ZeRO 3 its partition."""
@@ -214,7 +266,7 @@ class EnginePlan:
         if fill and not dp and not tp:
             check_scalars(self.source, self.model.groups)
         make = zero3_optimizer if self.engine.stage == ZERO3 else zero12_optimizer
-        state = make(self.engine, self.model.groups, self.values, self.flat[tp], dp, fill)
+        state = make(self.engine, self.model.groups, self.values, self.flat(tp, dp), dp, fill)
         out: dict[str, Any] = {"optimizer_state_dict": state}
         if "ds_config" in self.values.engine:
             out["ds_config"] = self.values.engine["ds_config"]

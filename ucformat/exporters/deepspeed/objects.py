@@ -29,7 +29,7 @@ VERSION = "0.19.8"
 _COPIED = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples")
 #: Objects that describe the source's own files, and are written anew.
 _RENEWED = ("global_steps", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version",
-            "ds_config", "buffer_names")  # fmt: skip
+            "ds_config", "buffer_names", "num_experts", "ds_autoep_layers")  # fmt: skip
 #: Objects of DeepSpeed's checkpoints without a place in files of another layout.
 _DROPPED = ("rank", "not_stored", "micro_steps", *sorted(ENGINE_KEYS - {*_COPIED, *_RENEWED}))
 _OPTIMIZER = frozenset(

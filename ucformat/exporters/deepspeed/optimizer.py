@@ -69,8 +69,8 @@ def zero12_optimizer(
         fill: whether spans need their pieces.
     """
     states = {i: _flat_states(of, rank, fill) for i, of in enumerate(flat)}
-    paddings = [of.buffer.padding(rank) for of in flat]
-    parts = [of.buffer.on(rank) for of in flat]
+    paddings = [of.padding(rank) for of in flat]
+    parts = [of.part_of(rank) for of in flat]
     masters = [of.saved(of.group.masters, rank, fill, spare) for of, spare in zip(flat, paddings, strict=True)]
     return {
         "loss_scaler": loss_scaler(values.scale),
@@ -82,7 +82,7 @@ def zero12_optimizer(
         "zero_stage": stage_of(engine.stage),
         "group_paddings": paddings,
         "param_alignment_paddings": [of.paddings for of in flat],
-        "partition_count": [engine.dp] * len(flat),
+        "partition_count": [len(of.ranks) for of in flat],
         "ds_version": VERSION,
         "param_slice_mappings": [{n: address(at, b - a) for n, (a, b, at) in part.items()} for part in parts],
     }

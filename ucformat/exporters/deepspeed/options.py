@@ -85,6 +85,12 @@ class DeepSpeedOptions(UniversalOptions):
         "layout",
         "how parameters are sharded over tensor-parallel ranks: rules over the axis `tp`, or the preset `llama`",
     )
+    ep: int | None = option(
+        None,
+        "number",
+        "the number of expert-parallel ranks (`ep_size` of the layers) of a model with experts of deepspeed.moe; by "
+        "default that of the source",
+    )
     weights_only: bool = option(False, "flag", "write no optimizer; load it with `load_module_only=True`")
     fused: bool = option(
         False,
@@ -94,7 +100,7 @@ class DeepSpeedOptions(UniversalOptions):
 
     def __post_init__(self) -> None:
         UniversalOptions.__post_init__(self)
-        for name, value in (("world", self.world), ("tp", self.tp)):
+        for name, value in (("world", self.world), ("tp", self.tp), ("ep", self.ep)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
 

@@ -74,10 +74,10 @@ class UniversalPlan(EnginePlan):
             if self.engine.stage == ZERO3
             else (zero12_optimizer, "base_optimizer_state")
         )
-        state = make(self.engine, groups, self.values, self.flat[0], 0, fill)
+        state = make(self.engine, groups, self.values, self.flat(), 0, fill)
         base = state[key]
-        names = [next(iter(flat.dims), None) for flat in self.flat[0]]
-        scalars = {i: _scalars(flat.group, n) for i, (flat, n) in enumerate(zip(self.flat[0], names, strict=True)) if n}
+        names = [next(iter(flat.dims), None) for flat in self.flat()]
+        scalars = {i: _scalars(flat.group, n) for i, (flat, n) in enumerate(zip(self.flat(), names, strict=True)) if n}
         kept = {k: v for k, v in state.items() if k not in _SHARDED}
         common = {"state": {i: found for i, found in scalars.items() if found}, "param_groups": base["param_groups"]}
         return kept | {"optimizer_state_dict": common, "param_groups": base["param_groups"]}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ucformat.sources.pickle.file import TorchFile
 
-__all__ = ["Experts", "adopt_experts", "check_degree", "expert_model", "is_expert"]
+__all__ = ["Experts", "adopt_experts", "check_degree", "expert_model", "expert_of", "is_expert"]
 
 _NAME = re.compile(r"\.?((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)", re.DOTALL)
 _GROUP = re.compile(r"ep_size_(\d{1,6})")
@@ -40,6 +40,16 @@ def is_expert(name: str) -> bool:
         name: the tensor's name.
     """
     return _NAME.fullmatch(name) is not None
+
+
+def expert_of(name: str) -> tuple[str, int] | None:
+    """The expert that a tensor belongs to: the prefix of its layer, and its number; None for other tensors.
+
+    Args:
+        name: the tensor's name.
+    """
+    match = _NAME.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,18 @@ class Experts:
         if match is None or degree == 1:
             return name
         return f"{match[1]}{rank * self.counts[match[1]] // degree + int(match[2])}{match[3]}"
+
+    def local_name(self, name: str, degree: int) -> str:
+        """The name of a parameter on the expert-parallel rank that holds it; the inverse of `globally`.
+
+        Args:
+            name: its global name.
+            degree: number of expert-parallel ranks.
+        """
+        match = _NAME.fullmatch(name)
+        if match is None or degree == 1:
+            return name
+        return f"{match[1]}{int(match[2]) % (self.counts[match[1]] // degree)}{match[3]}"
 
     def locally(self, name: str, degree: int, rank: int) -> bool:
         """Whether an expert-parallel rank holds a parameter: one of its own experts, or not an expert's at all.
@@ -132,11 +154,12 @@ class Experts:
             raise UnsupportedError(
                 f"{file} has {other}, which is not an expert's, in a group that is sharded across {degree} ranks"
             )
-        for prefix, ids in held.items():
-            if self.counts.get(prefix) != len(ids) * degree or max(ids) >= len(ids):
+        for prefix, ids in held.items():  # not all of them if the group was divided because of its size
+            count = self.counts.get(prefix, 0)
+            if count % degree or max(ids) * degree >= count:
                 raise IntegrityError(
-                    f"{file}: {degree} expert-parallel ranks have {len(ids)} experts each of {prefix}*, but there are "
-                    f"files of {self.counts.get(prefix, 0)}",
+                    f"{file}: {degree} expert-parallel ranks have {max(ids) + 1} experts each of {prefix}*, but there "
+                    f"are files of {count}",
                     hint="files of different saves are mixed in one folder",
                 )
         return degree
