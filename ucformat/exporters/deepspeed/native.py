@@ -18,7 +18,7 @@ from ucformat.exporters.deepspeed.experts import ExpertRanks
 from ucformat.exporters.deepspeed.flat import Shards, check_dtype, flat_groups
 from ucformat.exporters.deepspeed.model import TrainedModel
 from ucformat.exporters.deepspeed.objects import VERSION, Values
-from ucformat.exporters.deepspeed.optimizer import check_scalars, plain_optimizer, zero3_optimizer, zero12_optimizer
+from ucformat.exporters.deepspeed.optimizer import check_scalars, plain_optimizer, zero_optimizer
 from ucformat.exporters.deepspeed.options import ZERO3, DeepSpeedOptions, Engine
 from ucformat.exporters.deepspeed.values import size_of
 from ucformat.exporters.pickle import SavedTensor, Storage
@@ -265,8 +265,7 @@ class EnginePlan:
         """The content of an optimizer file."""
         if fill and not dp and not tp:
             check_scalars(self.source, self.model.groups)
-        make = zero3_optimizer if self.engine.stage == ZERO3 else zero12_optimizer
-        state = make(self.engine, self.model.groups, self.values, self.flat(tp, dp), dp, fill)
+        state = zero_optimizer(self.engine, self.model.groups, self.values, self.flat(tp, dp), dp, fill)
         out: dict[str, Any] = {"optimizer_state_dict": state}
         if "ds_config" in self.values.engine:
             out["ds_config"] = self.values.engine["ds_config"]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError
 from ucformat.exporters.deepspeed.objects import VERSION
+from ucformat.exporters.deepspeed.options import ZERO3
 from ucformat.exporters.deepspeed.values import ValueDecoder, address, loss_scaler, stage_of
 from ucformat.exporters.values import whole
 from ucformat.storage.concurrency import map_io
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ucformat.exporters.deepspeed.options import Engine
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["check_scalars", "plain_optimizer", "zero3_optimizer", "zero12_optimizer"]
+__all__ = ["check_scalars", "plain_optimizer", "zero_optimizer"]
 
 
 def _base(
@@ -50,7 +51,7 @@ def _members(groups: Sequence[OptimizerGroup], flat: Sequence[FlatGroup]) -> lis
     return [[i for i, of in enumerate(flat) if of.number == number] for number in range(len(groups))]
 
 
-def zero12_optimizer(
+def zero_optimizer(
     engine: Engine,
     groups: Sequence[OptimizerGroup],
     values: Values,
@@ -58,63 +59,40 @@ def zero12_optimizer(
     rank: int,
     fill: bool,  # noqa: FBT001
 ) -> dict[str, Any]:
-    """The state dict of `DeepSpeedZeroOptimizer` (ZeRO 1 and 2).
+    """The state dict of `DeepSpeedZeroOptimizer` (ZeRO 1 and 2), or of `DeepSpeedZeroOptimizer_Stage3`.
 
     Args:
         engine: the engine.
         groups: the optimizer groups.
         values: the values beside tensors.
-        flat: the flat groups of the tensor-parallel rank.
+        flat: the flat groups of the rank.
         rank: the data-parallel rank.
         fill: whether spans need their pieces.
     """
-    states = {i: _flat_states(of, rank, fill) for i, of in enumerate(flat)}
-    paddings = [of.padding(rank) for of in flat]
-    parts = [of.part_of(rank) for of in flat]
-    masters = [of.saved(of.group.masters, rank, fill, spare) for of, spare in zip(flat, paddings, strict=True)]
-    return {
+    base = _base(groups, _members(groups, flat), {i: _flat_states(of, rank, fill) for i, of in enumerate(flat)})
+    out: dict[str, Any] = {
         "loss_scaler": loss_scaler(values.scale),
         "dynamic_loss_scale": values.scale["dynamic"],
         "overflow": values.overflow,
-        **({} if values.clip_grad is None else {"clip_grad": values.clip_grad}),
-        "base_optimizer_state": _base(groups, _members(groups, flat), states),
-        "single_partition_of_fp32_groups": masters,
         "zero_stage": stage_of(engine.stage),
+    }
+    if engine.stage == ZERO3:
+        masters = [of.saved(of.group.masters, rank, fill) for of in flat]
+        return out | {"partition_count": engine.dp, "optimizer_state_dict": base, "fp32_flat_groups": masters}
+    paddings = [of.padding(rank) for of in flat]
+    parts = [of.part_of(rank) for of in flat]
+    return {
+        **out,
+        **({} if values.clip_grad is None else {"clip_grad": values.clip_grad}),
+        "base_optimizer_state": base,
+        "single_partition_of_fp32_groups": [
+            of.saved(of.group.masters, rank, fill, spare) for of, spare in zip(flat, paddings, strict=True)
+        ],
         "group_paddings": paddings,
         "param_alignment_paddings": [of.paddings for of in flat],
         "partition_count": [len(of.ranks) for of in flat],
         "ds_version": VERSION,
         "param_slice_mappings": [{n: address(at, b - a) for n, (a, b, at) in part.items()} for part in parts],
-    }
-
-
-def zero3_optimizer(
-    engine: Engine,
-    groups: Sequence[OptimizerGroup],
-    values: Values,
-    flat: Sequence[FlatGroup],
-    rank: int,
-    fill: bool,  # noqa: FBT001
-) -> dict[str, Any]:
-    """The state dict of `DeepSpeedZeroOptimizer_Stage3`.
-
-    Args:
-        engine: the engine.
-        groups: the optimizer groups.
-        values: the values beside tensors.
-        flat: the flat groups of the tensor-parallel rank.
-        rank: the data-parallel rank.
-        fill: whether spans need their pieces.
-    """
-    states = {i: _flat_states(of, rank, fill) for i, of in enumerate(flat)}
-    return {
-        "zero_stage": stage_of(engine.stage),
-        "loss_scaler": loss_scaler(values.scale),
-        "dynamic_loss_scale": values.scale["dynamic"],
-        "overflow": values.overflow,
-        "partition_count": engine.dp,
-        "optimizer_state_dict": _base(groups, _members(groups, flat), states),
-        "fp32_flat_groups": [of.saved(of.group.masters, rank, fill) for of in flat],
     }
 
 

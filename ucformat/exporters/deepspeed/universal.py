@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import UsageError
 from ucformat.exporters.base import TargetFile
 from ucformat.exporters.deepspeed.native import EnginePlan
-from ucformat.exporters.deepspeed.optimizer import check_scalars, zero3_optimizer, zero12_optimizer
+from ucformat.exporters.deepspeed.optimizer import check_scalars, zero_optimizer
 from ucformat.exporters.deepspeed.options import ZERO3
 from ucformat.exporters.deepspeed.values import ValueDecoder
 from ucformat.exporters.torch_file import lazy_torch_file
@@ -69,13 +69,8 @@ class UniversalPlan(EnginePlan):
         groups = self.model.groups
         if fill:
             check_scalars(self.source, groups)
-        make, key = (
-            (zero3_optimizer, "optimizer_state_dict")
-            if self.engine.stage == ZERO3
-            else (zero12_optimizer, "base_optimizer_state")
-        )
-        state = make(self.engine, groups, self.values, self.flat(), 0, fill)
-        base = state[key]
+        state = zero_optimizer(self.engine, groups, self.values, self.flat(), 0, fill)
+        base = state["optimizer_state_dict" if self.engine.stage == ZERO3 else "base_optimizer_state"]
         names = [next(iter(flat.dims), None) for flat in self.flat()]
         scalars = {i: _scalars(flat.group, n) for i, (flat, n) in enumerate(zip(self.flat(), names, strict=True)) if n}
         kept = {k: v for k, v in state.items() if k not in _SHARDED}
