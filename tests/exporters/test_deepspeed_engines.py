@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MODEL = {"tied": True, "freeze": "blocks.0.mix", "scalars": False, "empty": False, "after": 2}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 FSDP = "fsdp2-fp32"
+UNIVERSAL = "deepspeed-universal"
 SOURCES = [
     {"name": FSDP, "dtype": "fp32", **MODEL, "freeze": "", "fsdp": True},
     *({"name": f"z{z}-{dtype}", "zero": z, "dtype": dtype, **MODEL} for z in (0, 1, 2, 3) for dtype in DTYPES),
@@ -132,19 +133,22 @@ def test_every_source_to_every_engine(engines: Callable[[list[Load], str], Engin
     check(engines([one for one in ALL if one not in CHOSEN], "all"), load)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("deepspeed", 0), ("deepspeed", 2), ("deepspeed", 3), (UNIVERSAL, 2), (UNIVERSAL, 3)]
+)
 def test_nothing_is_loaded_without_a_last_file(
-    engines: Callable[[list[Load], str], Engines], tmp_path: Path, stage: int
+    engines: Callable[[list[Load], str], Engines], tmp_path: Path, kind: str, stage: int
 ) -> None:
     source = engines(CHOSEN, "chosen").sources["z3-fp32"].checkpoint
-    last = [f.key for f in ucformat.jobs.export.plan_export(source, "deepspeed", stage=stage).files if f.last]
+    last = [f.key for f in ucformat.jobs.export.plan_export(source, kind, stage=stage).files if f.last]
     specs = []
     for i, key in enumerate(last):
         place = tmp_path / f"without-{i}"
-        export(source, place, "deepspeed", stage=stage)
+        export(source, place, kind, stage=stage)
         (place / key).unlink()
-        options = {} if key == "latest" else {"tag": "global_step3"}
+        options = {} if key.startswith("latest") else {"tag": "global_step3"}
         spec = {"zero": stage, "dtype": "fp32", "load": str(place), "load_options": options, "refused": True}
+        spec["universal"] = kind == UNIVERSAL
         specs.append({"name": f"refused-{i}", **spec, **MODEL})
     assert len(specs) == 2
     make_deepspeed(specs, 2, tmp_path / "engines")

@@ -70,8 +70,9 @@ LOADERS: dict[str, tuple[Callable[[Path], Found], dict[str, int]]] = {
 }
 
 
-#: By what DeepSpeed and Megatron find a checkpoint, in the order in which it is written. What their loaders do without
-#: one of these files is proved with the engines, in `test_deepspeed_engines.py` and `test_megatron.py`.
+#: By what DeepSpeed and Megatron find a checkpoint, in the order in which it is written. That DeepSpeed loads nothing
+#: without one of its files is proved with it in `test_deepspeed_engines.py`. Megatron takes a folder without
+#: `metadata.json` for no checkpoint (`check_is_distributed_checkpoint`), and PyTorch's reader one without `.metadata`.
 MARKS: dict[str, tuple[str, ...]] = {
     "deepspeed": ("global_step3/mp_rank_00_model_states.pt", "latest"),
     "deepspeed-3": ("global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "latest"),
@@ -81,15 +82,18 @@ MARKS: dict[str, tuple[str, ...]] = {
 }
 ENGINES: dict[str, list[dict[str, int]]] = {
     "deepspeed": [{"stage": stage, "world": world} for stage in (0, 1, 2, 3) for world in (1, 3)],
+    "deepspeed-experts": [{"stage": stage, "world": 4, "ep": ep} for stage in (0, 1, 2) for ep in (1, 2)],
     "deepspeed-universal": [{"stage": stage} for stage in (1, 2, 3)],
     "megatron": [{"max_file_bytes": 9000, "max_item_bytes": 500}],
 }
 
 
-def trained(folder: Path) -> Path:
+def trained(folder: Path, *, experts: bool) -> Path:
     """A universal checkpoint of a model in bf16 with an optimizer."""
     chance = random.Random(5)
     shapes = {f"layers.{n}.weight": (chance.randrange(1, 120), chance.randrange(1, 90)) for n in range(6)}
+    if experts:
+        shapes |= {f"mlp.deepspeed_moe.experts.deepspeed_experts.{n}.weight": (41, 37) for n in range(4)}
     ucformat.convert(fake(shapes, dtype="bfloat16", objects={"buffer_names": []}), folder)
     return folder
 
@@ -161,8 +165,9 @@ def test_fifty_kills(tmp_path: Path, kind: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ENGINES)
 def test_fifty_kills_of_an_engines_files(tmp_path: Path, kind: str) -> None:
-    source = MEGATRON if kind == "megatron" else trained(tmp_path / "src")
+    source = MEGATRON if kind == "megatron" else trained(tmp_path / "src", experts=kind == "deepspeed-experts")
     before, options = ucformat.open(source), ENGINES[kind]
+    kind = kind.removesuffix("-experts")
     whole: dict[int, dict[str, bytes]] = {}
 
     def check(folder: Path, n: int) -> bool:

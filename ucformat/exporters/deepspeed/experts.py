@@ -150,9 +150,10 @@ class ExpertRanks:
         for rank in range(1, self.degree):
             if (mine := on(rank)) != first:
                 names = (n for n, _ in (*first, *mine) if (n in dict(first)) != (n in dict(mine)))
+                odd = next(names, "in another order, or of other shapes")
                 raise UnsupportedError(
                     f"expert-parallel rank {rank} of {self.degree} would have other parameters of experts in the "
-                    f"optimizer than rank 0 ({next(names, 'in another order')}), and DeepSpeed has the same on all",
+                    f"optimizer than rank 0 ({odd}), and DeepSpeed has the same on all",
                     hint=f"{_HINT}; perhaps some experts are frozen, and others are not",
                 )
 
