@@ -63,7 +63,9 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut small tensors as large ones are."""
     monkeypatch.setattr(job, "_READ_BYTES", 3000)
     monkeypatch.setattr(job, "_BLOCK", 77)
-    monkeypatch.setattr(thresholds, "_COLLECTED", 3)
+    monkeypatch.setattr(thresholds, "_COUNTED", 8)
+    monkeypatch.setattr(thresholds, "_LEAST", 16)
+    monkeypatch.setattr(thresholds, "_SAMPLED", 100)
 
 
 @given(st.data())
@@ -164,7 +166,7 @@ def test_a_mask_depends_on_no_block(data: st.DataObject) -> None:
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     size = tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True))
     whole = reference.kept(7, "w", 1, shape, 0.4)
-    part = formulas.dare_masks(7, "w", 1, shape, Box(start, size), 0.4)
+    _, part = formulas.dare_masks(7, "w", 2, shape, Box(start, size), 0.4)
     cut = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
     assert np.array_equal(part.reshape(size), whole[cut])
 
@@ -172,8 +174,11 @@ def test_a_mask_depends_on_no_block(data: st.DataObject) -> None:
 def test_masks_are_independent_and_have_their_density() -> None:
     box = Box.whole((1000, 1000))
     masks = [
-        formulas.dare_masks(*of, (1000, 1000), box, 0.3) for of in ((1, "a", 0), (1, "a", 1), (1, "b", 0), (2, "a", 0))
+        mask
+        for seed, name, inputs in ((1, "a", 2), (1, "b", 1), (2, "a", 1))
+        for mask in formulas.dare_masks(seed, name, inputs, (1000, 1000), box, 0.3)
     ]
+    assert len(masks) == 4
     for n, mask in enumerate(masks):
         assert abs(mask.mean() - 0.3) < 0.003
         assert all(abs((mask & other).mean() - 0.09) < 0.003 for other in masks[n + 1 :])
@@ -182,25 +187,74 @@ def test_masks_are_independent_and_have_their_density() -> None:
     assert np.abs(rows.mean(1) - 0.3).max() < 0.08
 
 
-@given(st.data())
-@settings(max_examples=25, deadline=None)
-def test_thresholds_are_those_of_sorting(data: st.DataObject) -> None:
-    """With many equal magnitudes, and some that differ in the last bit only."""
-    values = data.draw(
-        st.lists(st.sampled_from((0.0, 1.0, -1.0, 1 + 2**-52, -0.5, 5e-324, 1e300)), min_size=1, max_size=99)
-    )
-    rank = data.draw(st.integers(1, len(values)))
-    size = data.draw(st.integers(1, 10))
-    blocks = [values[a : a + size] for a in range(0, len(values), size)]
+VALUES = (
+    st.sampled_from((0.0, 1.0, -1.0, 1 + 2**-52, -0.5, 5e-324, 1e300)),
+    st.floats(-1e308, 1e308),
+    st.floats(1, 1 + 2**-40),
+)
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_thresholds_are_those_of_sorting(monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
+    """With many equal magnitudes, some that differ in the last bit only, and samples that mislead."""
+    inputs, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 150))
+    monkeypatch.setattr(thresholds, "_DEVIATIONS", data.draw(st.sampled_from((-1, 0, 4))))
+    of_input = st.one_of(*(st.lists(v, min_size=length, max_size=length) for v in VALUES))
+    values = [data.draw(of_input) for _ in range(inputs)]
+    if data.draw(st.booleans()):
+        values = [sorted(found, key=abs) for found in values]
+    rank = data.draw(st.integers(1, length))
+    size = data.draw(st.integers(1, 60))
+    starts = range(0, length, size)
 
     def scan(find: Any, fold: Any) -> Any:
-        found = [find(iter([np.zeros(len(b)), np.array(b)])) for b in blocks]
+        found = [
+            find(
+                iter([np.zeros(len(v[a : a + size])) for v in values[:1]] + [np.array(v[a : a + size]) for v in values])
+            )
+            for a in starts
+        ]
         while len(found) > 1:
             a, b = found.pop(), found.pop(data.draw(st.integers(0, len(found) - 1)) if len(found) > 1 else 0)
             found.append(fold(a, b))
         return found[0]
 
-    assert thresholds.find_thresholds(scan, 1, rank, len(values)) == [sorted(map(abs, values))[-rank]]
+    expected = [sorted(map(abs, found))[-rank] for found in values]
+    assert thresholds.find_thresholds(scan, inputs, rank, length) == expected
+
+
+@pytest.mark.parametrize("kind", ["normal", "bfloat16", "equal", "zero", "outliers", "columns"])
+def test_thresholds_of_large_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample suffices for nearly all; what it hides is found all the same, and little is kept in memory."""
+    monkeypatch.undo()
+    monkeypatch.setattr(thresholds, "_COUNTED", 1 << 12)
+    monkeypatch.setattr(thresholds, "_SAMPLED", 1 << 12)
+    rng, size, most, rounds = np.random.default_rng(0), 1 << 20, 1 << 14, 0
+    x = rng.standard_normal(size)
+    if kind == "bfloat16":
+        x = x.astype(numpy_dtype("bfloat16")).astype(float)
+    elif kind in ("equal", "zero"):
+        x[:] = kind == "equal"
+    elif kind == "outliers":
+        x[rng.integers(0, size, 9)] = 1e300
+        x[: size // 2] = 0
+    elif kind == "columns":  # which a sample that takes each 256th element would not see
+        x.reshape(-1, 4096)[:, ::16] *= 1000
+    for rank in (1, 7, size // 1000, size // 5, size // 2, size - 3, size):
+
+        def scan(find: Any, fold: Any) -> Any:
+            nonlocal rounds
+            rounds, found = rounds + 1, None
+            for a in range(0, size, most):
+                one = find(iter([np.zeros(most), x[a : a + most].copy()]))
+                found = one if found is None else fold(found, one)
+                assert sum(map(len, (found[0].keys, *found[0].new))) <= most + (1 << 13)
+            return found
+
+        rounds = 0
+        assert thresholds.find_thresholds(scan, 1, rank, size) == [np.sort(np.abs(x))[-rank]]
+        assert rounds <= (4 if kind == "columns" else 3)
 
 
 def test_the_means_of_a_second_moment_are_arithmetic() -> None:

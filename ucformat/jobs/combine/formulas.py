@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -28,7 +28,7 @@ __all__ = [
     "dare_masks",
     "ema_weights",
     "low_rank",
-    "magnitude_bits",
+    "magnitudes",
     "slerp",
     "slerp_weights",
     "softmax_weights",
@@ -127,14 +127,14 @@ def slerp(blocks: Iterable[Block], weights: tuple[float, float]) -> Block:
     return _weighted_sum(blocks, weights)
 
 
-def magnitude_bits(block: Block, base: Block) -> NDArray[np.uint64]:
-    """The magnitudes |x - b| as integers of the same order: the bits of float64 without the sign.
+def magnitudes(block: Block, base: Block) -> Block:
+    """The magnitudes |x - b|.
 
     Args:
         block: the block x, which may be changed.
         base: the block b of the base.
     """
-    return np.abs(_minus(block, base)).view(np.uint64)
+    return np.abs(_minus(block, base), out=block)
 
 
 def ties(
@@ -154,23 +154,27 @@ def ties(
         weights: the weights w, above 0.
         scale: the scaling term λ.
     """
-    total, above, below, of_above, of_below = (np.zeros_like(base) for _ in range(5))
+    total, memory, kept = np.zeros_like(base), np.empty_like(base), []
     for block, threshold, weight in zip(blocks, thresholds, weights, strict=True):
         delta = _minus(block, base)
-        delta[np.abs(delta) < threshold] = 0
+        if threshold:
+            delta *= np.abs(delta, out=memory) >= threshold
         delta *= weight
         total += delta
-        above += np.maximum(delta, 0)
-        below += np.minimum(delta, 0)
-        of_above += weight * (delta > 0)
-        of_below += weight * (delta < 0)
-    positive = total >= 0
-    mixed, divisor = np.where(positive, above, below), np.where(positive, of_above, of_below)
+        kept.append(delta)
+    sign = np.where(total >= 0, 1.0, -1.0)
+    mean, divisor = np.zeros_like(base), np.zeros_like(base)
+    for delta, weight in zip(kept, weights, strict=True):
+        delta *= sign  # noqa: PLW2901 - in place
+        agrees = delta > 0
+        mean += np.multiply(delta, agrees, out=delta)
+        divisor += np.multiply(agrees, weight, out=memory)
     divisor[divisor == 0] = 1
-    mixed /= divisor
-    mixed *= scale
-    mixed += base
-    return mixed
+    mean /= divisor
+    mean *= sign
+    mean *= scale
+    mean += base
+    return mean
 
 
 def dare(
@@ -194,15 +198,24 @@ def dare(
         weights: the weights w.
         scale: the scaling term λ.
     """
-    deltas = (_minus(block, base) * mask / density for block, mask in zip(blocks, masks, strict=True))
-    total = _weighted_sum(deltas, weights)
+
+    def deltas() -> Iterator[Block]:
+        for block, mask in zip(blocks, masks, strict=True):
+            delta = _minus(block, base)
+            delta *= mask
+            delta /= density
+            yield delta
+
+    total = _weighted_sum(deltas(), weights)
     total *= scale
     total += base
     return total
 
 
-def dare_masks(seed: int, name: str, number: int, shape: Sequence[int], box: Box, density: float) -> NDArray[np.bool_]:
-    """Which elements of a box of a tensor DARE keeps, in C order.
+def dare_masks(
+    seed: int, name: str, inputs: int, shape: Sequence[int], box: Box, density: float
+) -> Iterator[NDArray[np.bool_]]:
+    """Which elements of a box of a tensor DARE keeps of each input, in C order.
 
     Element number i of the flattened tensor is kept if output i of a SplitMix64 generator (Steele, Lea and Flood, Fast
     Splittable Pseudorandom Number Generators, OOPSLA 2014) is below the density. The generator starts from the first
@@ -211,24 +224,26 @@ def dare_masks(seed: int, name: str, number: int, shape: Sequence[int], box: Box
     Args:
         seed: the seed.
         name: the tensor's name.
-        number: the number of the fine-tuned input, from 0.
+        inputs: how many fine-tuned inputs there are; their numbers start from 0.
         shape: the tensor's shape.
         box: the box.
         density: the share of elements to keep, at most 1.
     """
-    key = hashlib.sha256(f"{seed}/{number}/{name}".encode()).digest()[:8]
-    at: NDArray[Any] = np.zeros(1, np.uint64)
+    steps: NDArray[Any] = np.zeros(1, np.uint64)
     for start, n, size in zip(box.start, box.shape, shape, strict=True):
-        at = (at[:, None] * np.uint64(size) + np.arange(start, start + n, dtype=np.uint64)).reshape(-1)
-    at += np.uint64(1)
-    at *= _GAMMA
-    at += np.frombuffer(key, "<u8")
-    for shift, factor in ((30, _MIX1), (27, _MIX2)):
-        at ^= at >> np.uint64(shift)
-        at *= factor
-    at ^= at >> np.uint64(31)
-    kept: NDArray[np.bool_] = (at >> np.uint64(11)) < np.uint64(math.ceil(density * 2.0**53))
-    return kept
+        steps = (steps[:, None] * np.uint64(size) + np.arange(start, start + n, dtype=np.uint64)).reshape(-1)
+    steps += np.uint64(1)
+    steps *= _GAMMA
+    at, memory = np.empty_like(steps), np.empty_like(steps)
+    for number in range(inputs):
+        key = hashlib.sha256(f"{seed}/{number}/{name}".encode()).digest()[:8]
+        np.add(steps, np.frombuffer(key, "<u8"), out=at)
+        for shift, factor in ((30, _MIX1), (27, _MIX2), (31, None)):
+            at ^= np.right_shift(at, np.uint64(shift), out=memory)
+            if factor is not None:
+                at *= factor
+        at >>= np.uint64(11)
+        yield at < np.uint64(math.ceil(density * 2.0**53))
 
 
 def low_rank(base: Block, a: Block, b: Block, scaling: float) -> Block:

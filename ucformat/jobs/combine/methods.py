@@ -239,10 +239,7 @@ class Dare(Elementwise):
 
     def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], known: Any) -> Block:  # noqa: ARG002
         """See Elementwise."""
-        masks = (
-            formulas.dare_masks(self.seed, info.name, n, info.shape, box, self.density)
-            for n in range(len(self.weights))
-        )
+        masks = formulas.dare_masks(self.seed, info.name, len(self.weights), info.shape, box, self.density)
         return formulas.dare(next(blocks), blocks, masks, self.density, self.weights, self.scale)
 
 
