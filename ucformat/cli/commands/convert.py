@@ -12,7 +12,6 @@ from ucformat.cli.ui.options import (
     CONFIG,
     IGNORE_DEPENDENT,
     METRIC,
-    SIZE,
     SOURCE,
     SRC,
     STATES,
@@ -21,7 +20,18 @@ from ucformat.cli.ui.options import (
     ignore_dependents_of,
 )
 from ucformat.cli.ui.text import bytes_text, plural
-from ucformat.cli.ui.where import DRY_RUN, ON, PART, print_cost, where_of
+from ucformat.cli.ui.where import (
+    CHUNK_BYTES,
+    DRY_RUN,
+    NO_VERIFY,
+    ON,
+    OVERWRITE,
+    PART,
+    SHARD_BYTES,
+    print_cost,
+    where_of,
+    workers_option,
+)
 from ucformat.cli.ui.written import print_written
 
 if TYPE_CHECKING:
@@ -34,27 +44,17 @@ __all__ = ["convert", "copy", "materialize"]
 @SRC
 @click.argument("dst", metavar="DST")
 @STATES
-@click.option("--chunk-bytes", type=SIZE, help="Maximum size of a chunk, the unit of reading.  [default: 1MiB]")
-@click.option("--shard-bytes", type=SIZE, help="Maximum size of a shard, the unit of writing.  [default: 128MiB]")
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace the checkpoint at DST, which stays intact until the new one is committed.",
-)
-@click.option(
-    "-w",
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Number of shards to write concurrently.  [default: one for each core, at most 16]",
-)
+@CHUNK_BYTES
+@SHARD_BYTES
+@OVERWRITE
+@workers_option("shards to write")
 @click.option(
     "--weights",
     type=click.Choice(["safetensors"]),
     help="Store the weights as safetensors files that Hugging Face's tools load, with the configuration and the "
     "tokenizer beside them.  [default: as arrays]",
 )
-@click.option("--no-verify", is_flag=True, help="Do not check the checksums in SRC's files.")
+@NO_VERIFY
 @click.option(
     "--run", metavar="NAME", help="The training run to record in the catalog.  [default: SRC's, else DST's folder]"
 )
@@ -148,13 +148,7 @@ def convert(
     is_flag=True,
     help="Replace another checkpoint at DST, which stays intact until the copy is committed; repair the same one.",
 )
-@click.option(
-    "-w",
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Number of files to copy concurrently.  [default: one per core, at most 16; at least 8 for object stores]",
-)
+@workers_option("files to copy")
 @ON
 @PART
 @DRY_RUN
@@ -215,21 +209,11 @@ def copy(
 @command
 @SRC
 @click.argument("dst", metavar="[DST]", required=False)
-@click.option("--chunk-bytes", type=SIZE, help="Maximum size of a chunk, the unit of reading.  [default: 1MiB]")
-@click.option("--shard-bytes", type=SIZE, help="Maximum size of a shard, the unit of writing.  [default: 128MiB]")
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace the checkpoint at DST, which stays intact until the new one is committed.",
-)
-@click.option(
-    "-w",
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Number of shards to write concurrently.  [default: one for each core, at most 16]",
-)
-@click.option("--no-verify", is_flag=True, help="Do not check the checksums in SRC's files.")
+@CHUNK_BYTES
+@SHARD_BYTES
+@OVERWRITE
+@workers_option("shards to write")
+@NO_VERIFY
 @ON
 @PART
 @DRY_RUN

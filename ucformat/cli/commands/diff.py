@@ -14,6 +14,7 @@ from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, SOURCE, command, ref_argument
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import count, plural, shape_text, shorten, tabbed, table
+from ucformat.cli.ui.where import workers_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,13 +43,7 @@ _MAX_VALUE_ROWS = 20  # tensors that are listed although only their values diffe
     help=f"Parts to compare, comma-separated: {','.join(_PARTS)}.  [default: all]",
 )
 @click.option("--values", is_flag=True, help="Also read the tensors and show by how much their values differ.")
-@click.option(
-    "-w",
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="With --values, number of blocks to compare concurrently.",
-)
+@workers_option("blocks that --values compares", "one for each core, at most 4")
 @click.option("--exit-code", "fail", is_flag=True, help="Exit with 1 if they differ or may differ.")
 @SOURCE
 @CATALOG

@@ -9,7 +9,7 @@ import click
 from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, command
 from ucformat.cli.ui.output import Heading
 from ucformat.cli.ui.text import bytes_text, plural
-from ucformat.cli.ui.where import DRY_RUN, ON, print_cost, where_of
+from ucformat.cli.ui.where import DRY_RUN, ON, print_cost, where_of, workers_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,13 +22,7 @@ __all__ = ["verify"]
 
 @command
 @SRC
-@click.option(
-    "-w",
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Number of files to read concurrently.  [default: one for each core, at most 16]",
-)
+@workers_option("files to read")
 @ON
 @click.option("--part", metavar="I/N", help="Verify one of N parts, I from 0 on; parts are cut by tensors.")
 @DRY_RUN

@@ -1,4 +1,4 @@
-"""The options of jobs that say where their tasks run."""
+"""The options of jobs: where their tasks run, and what they write."""
 
 from __future__ import annotations
 
@@ -7,17 +7,32 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ucformat.cli.ui.options import SIZE
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, field, plural
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import Any
 
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.cost import Cost
 
-__all__ = ["DRY_RUN", "ON", "PART", "default_on", "print_cost", "where_of"]
+__all__ = [
+    "CHUNK_BYTES",
+    "DRY_RUN",
+    "NO_VERIFY",
+    "ON",
+    "OVERWRITE",
+    "PART",
+    "SHARD_BYTES",
+    "cost_fields",
+    "default_on",
+    "print_cost",
+    "where_of",
+    "workers_option",
+]
 
 #: Where jobs run if `--on` is not given; `python -m ucformat` sets it in a process of torchrun.
 default_on = "threads"
@@ -51,6 +66,41 @@ def where_of(on: str | None, part: str | None) -> str:
     return on or default_on
 
 
+CHUNK_BYTES = click.option(
+    "--chunk-bytes", type=SIZE, help="Maximum size of a chunk, the unit of reading.  [default: 1MiB]"
+)
+SHARD_BYTES = click.option(
+    "--shard-bytes", type=SIZE, help="Maximum size of a shard, the unit of writing.  [default: 128MiB]"
+)
+OVERWRITE = click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the checkpoint at DST, which stays intact until the new one is committed.",
+)
+NO_VERIFY = click.option("--no-verify", is_flag=True, help="Do not check the checksums in the files that are read.")
+
+
+def workers_option(
+    work: str, default: str = "one for each core, at most 16; at least 8 for object stores"
+) -> Callable[[Any], Any]:
+    """Declare the option for the number of tasks that run concurrently.
+
+    Args:
+        work: what each of them does, for the help: `files to copy`.
+        default: the default, for the help.
+
+    Returns:
+        A decorator.
+    """
+    return click.option(
+        "-w",
+        "--workers",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help=f"Number of {work} concurrently.  [default: {default}]",
+    )
+
+
 DRY_RUN = click.option(
     "--dry-run",
     is_flag=True,
@@ -74,6 +124,16 @@ def _cost_lines(cost: Cost) -> Iterator[str]:
     if cost.sampled is not None and cost.tasks:
         yield from field("estimate", f"from a sample: {cost.sampled:,} of the {plural(cost.tasks, 'task')}", width)
     yield from field("files", f"{cost.files:,}", width)
+    yield from cost_fields(cost, width)
+
+
+def cost_fields(cost: Cost, width: int | None) -> Iterator[str]:
+    """What is read and written, and the time that it takes, as lines.
+
+    Args:
+        cost: from an estimate.
+        width: that of the terminal.
+    """
     yield from field("read", bytes_text(cost.bytes_read), width)
     if cost.bytes_written:
         yield from field("written", bytes_text(cost.bytes_written), width)
