@@ -66,6 +66,19 @@ def test_what_it_prints(models: Path, run: Run) -> None:
     assert [e["how"] for e in edges] == [{"method": "average", "weight": 0.5}] * 2
 
 
+def test_what_it_would_cost(models: Path, run: Run) -> None:
+    of_two = object_of(run("average", "ckpt/1000", "ckpt/2000", "dst", "--dry-run", "--json").stdout)
+    words = ["merge", "ckpt/1000", "ckpt/2000", "dst", "--method", "ties", "--base", "base", "--dry-run"]
+    of_ties = object_of(run(*words, "--json").stdout)
+    assert of_ties["tasks"] == of_two["tasks"] == 1
+    assert of_two["bytes_read"] >= 2 * 2400
+    assert of_ties["bytes_read"] >= 3 * 3 * 2400
+    assert of_ties["bytes_written"] == of_two["bytes_written"] >= 2400
+    assert "1 task; nothing was done" in run(*words).stdout
+    assert not (models / "dst").exists()
+    assert "needs a base" in run("merge", "ckpt/1000", "dst", "--method", "ties", "--dry-run", code=2).stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -313,6 +313,13 @@ def test_the_command(tmp_path: Path) -> None:
     words = ["export", "safetensors", str(tmp_path / "u"), str(tmp_path / "out"), "--max-shard-bytes", "2KB"]
     planned = json.loads(run(ucp, [*words, "--dry-run", "--json"]).stdout)
     assert not (tmp_path / "out").exists()
+    assert planned["bytes_read"] >= sum(a.nbytes for a in arrays.values())
+    assert planned["seconds"] is None
+    assert "time" in run(ucp, [*words, "--dry-run"]).stdout
+    one = json.loads(
+        run(ucp, ["export", "torch", str(tmp_path / "u"), str(tmp_path / "m.pt"), "--dry-run", "--json"]).stdout
+    )
+    assert [f["file"] for f in one["files"]] == ["m.pt"]
     done = json.loads(run(ucp, [*words, "--json"]).stdout)
     assert (done["files"], done["bytes"]) == (len(planned["files"]), planned["bytes"])
     assert {p.name: p.stat().st_size for p in (tmp_path / "out").iterdir()} == {

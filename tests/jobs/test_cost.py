@@ -5,17 +5,29 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 import ucformat
+from tests.fakes import FakeSource
+from tests.jobs.combine.test_lora import adapter, low_rank
 from tests.jobs.test_parts import SIZES, source_of
+from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UnsupportedError, UsageError
+from ucformat.jobs.combine.average import plan_average
+from ucformat.jobs.combine.merge import plan_merge
+from ucformat.jobs.cost import estimate_combination, estimate_export
+from ucformat.jobs.export import planned_job
 from ucformat.jobs.profiles import Profile, keep_profile, profile_of
+from ucformat.jobs.shards import How
 from ucformat.storage.local import LocalStore
+from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ucformat.jobs.combine.writing import Planned
 
 
 def data_of(place: Path) -> list[int]:
@@ -48,6 +60,60 @@ def test_copy_materialize_and_verify(tmp_path: Path) -> None:
     assert (cost.files, cost.bytes_read, cost.bytes_written) == (done.files, done.nbytes, done.nbytes)
     assert ucformat.estimate("verify", ck).bytes_read == ucformat.verify(ck).bytes_verified
     assert ucformat.estimate("materialize", ck, tmp_path / "three").tasks == ucformat.estimate("convert", ck, "x").tasks
+
+
+@pytest.mark.parametrize("method", ["average", "slerp", "ties", "lora"])
+def test_combinations(method: str, tmp_path: Path) -> None:
+    """What is read is what is said, as often as the method reads it; and nothing is written to find out."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (300, 400), "c": (7,)}
+    stores = []
+    for n in range(3):
+        arrays = {(f"{name}.weight", "weight"): rng.standard_normal(s).astype("float32") for name, s in shapes.items()}
+        arrays["ids", "weight"] = np.arange(50_000)
+        ucformat.convert(Checkpoint(FakeSource.write(MemoryStore(f"cost-{n}"), arrays)), tmp_path / str(n), **SIZES)
+        stores.append(RecordingStore(LocalStore(tmp_path / str(n))))
+    opened = [ucformat.open(store) for store in stores]
+    planned: Planned
+    if method == "average":
+        planned = plan_average(opened, weights=[1, 2, 3])
+    elif method == "slerp":
+        planned = plan_merge("slerp", opened[:2], {"t": 0.3})
+    elif method == "ties":
+        planned = plan_merge("ties", opened[1:], {"base": opened[0]}, take=["c*"])
+    else:
+        adapter(tmp_path / "adapter", low_rank("q", 300, 400))
+        stores[1] = RecordingStore(LocalStore(tmp_path / "adapter"))
+        planned = plan_merge("lora", [ucformat.open(stores[1])], {"base": opened[0]})
+    how = How(*SIZES.values())
+    cost = estimate_combination(planned.combination, tmp_path / "made", how)
+    assert not (tmp_path / "made").exists()
+    assert set(cost.unmeasured) == {str(ck.url) for ck in planned.combination.sources} | {str(tmp_path / "made")}
+    for store in stores:
+        store.clear()
+    planned.write(tmp_path / "made", how)
+    sizes = data_of(tmp_path / "made")
+    assert (cost.tasks, cost.files, cost.bytes_written) == (len(sizes), len(sizes), sum(sizes))
+    read = sum(
+        r.nbytes for store in stores for r in store.reads if "/data/" in f"/{r.file}" or "adapter_model" in r.file
+    )
+    assert cost.bytes_read <= read <= 1.05 * cost.bytes_read + 20_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exports(seed: int, tmp_path: Path) -> None:
+    source = source_of(tmp_path / "src", seed, scale=3)
+    store = RecordingStore(LocalStore(source))
+    ck = ucformat.open(store)
+    with planned_job(ck, tmp_path / "made", "safetensors", max_shard_bytes=100_000) as job:
+        cost = estimate_export(job)
+    assert not (tmp_path / "made").exists()
+    store.clear()
+    ucformat.export(ck, tmp_path / "made", "safetensors", max_shard_bytes=100_000)
+    sizes = [p.stat().st_size for p in (tmp_path / "made").rglob("*") if p.is_file()]
+    assert (cost.files, cost.bytes_written) == (len(sizes), sum(sizes))
+    metadata = 700_000
+    assert cost.bytes_read <= store.nbytes <= cost.bytes_read + metadata
 
 
 def test_the_speed_of_the_nearest_place_above(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UnsupportedError, UsageError
+from ucformat.exporters.base import Span
 from ucformat.format.shard import BAND_BYTES
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Piece
+from ucformat.jobs.combine.job import CombineJob
 from ucformat.jobs.copy_files import CopyJob
 from ucformat.jobs.profiles import profile_of
 from ucformat.jobs.run import workers_for
@@ -23,13 +25,16 @@ from ucformat.storage.upload import part_size, unit_for
 from ucformat.storage.url import as_strings, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from os import PathLike
 
+    from ucformat.jobs.combine.job import Combination
+    from ucformat.jobs.export_files import ExportJob
+    from ucformat.jobs.inputs import InputBox
     from ucformat.reading.plan import Verify
     from ucformat.storage.base import Store
 
-__all__ = ["Cost", "estimate", "seconds_at"]
+__all__ = ["Cost", "estimate", "estimate_combination", "estimate_export", "seconds_at"]
 
 _READ = 4 << 20  # bytes that copy and verify read at once
 _ATTEMPT = "0" * 20  # in the place of the name of one
@@ -99,38 +104,85 @@ def estimate(
         checks = VerifyJob(ck)
         nbytes = sum(c.nbytes for c in checks.checks)
         calls = sum(math.ceil(c.nbytes / _READ) for c in checks.checks)
-        return _cost(ck, None, workers, (checks.count, len(checks.checks), calls, nbytes), (0, 0))
+        return _cost([(ck.store, calls, nbytes)], None, (), workers, (checks.count, len(checks.checks)))
     store = open_store(ck.home if dst is None else dst)
     if job == "copy":
         if ck.universal is None:
             raise UnsupportedError(f"{ck.url} is a checkpoint of {ck.kind}, which is not copied", hint="convert it")
         sizes = [item.nbytes for item in CopyJob(ck, store).files]
-        read = (len(sizes), len(sizes), sum(math.ceil(n / _READ) for n in sizes), sum(sizes))
-        return _cost(ck, store, workers, read, (sum(_puts(store, n) for n in sizes), sum(sizes)))
+        return _cost([(ck.store, sum(math.ceil(n / _READ) for n in sizes), sum(sizes))], store, sizes, workers)
     chosen = None if states is None else as_strings(states)
     infos = [i for i in ck.tensors.values() if chosen is None or i.state in chosen]
     planned = None if weights is None else plan_weights(ck, infos, _ATTEMPT)
     if planned is not None:
         infos = [i for i in infos if i.key not in planned.tensors]
     with ShardJob(ck, store, _ATTEMPT, infos, How(chunk_bytes, shard_bytes, verify=verify)) as shards:
-        reads = list(_reads(shards, "whole" if verify else "never"))
-        sizes = [array.grid.file_nbytes(shard) for array, shard in map(shards.shard, range(shards.count))]
+        reads, sizes = _of_shards(shards)
     for file in () if planned is None else planned.files:
-        reads.append((math.ceil(file.nbytes / BAND_BYTES), file.nbytes))
+        reads.append((ck.store, math.ceil(file.nbytes / BAND_BYTES), file.nbytes))
         sizes.append(file.nbytes)
-    read = (len(sizes), len(sizes), sum(n for n, _ in reads), sum(n for _, n in reads))
-    return _cost(ck, store, workers, read, (sum(_puts(store, n) for n in sizes), sum(sizes)))
+    return _cost(reads, store, sizes, workers)
 
 
-def _reads(job: ShardJob, verify: Verify) -> Iterator[tuple[int, int]]:
-    """The requests and the bytes of each shard."""
-    costs = job.source.store.costs
-    costs = replace(costs, block=0, request=min(costs.request, BAND_BYTES))  # as it is read, band by band
+def estimate_combination(combination: Combination, dst: str | PathLike[str], how: How) -> Cost:
+    """Estimate what `average` or `merge` costs; reads metadata alone, and writes nothing.
+
+    Args:
+        combination: what is combined.
+        dst: the destination.
+        how: the options.
+
+    Returns:
+        The cost. Of `ties`, the reads are those of most tensors: few need one more.
+    """
+    store = open_store(dst)
+    with CombineJob(combination, store, _ATTEMPT, how) as job:
+        reads, sizes = _of_shards(job)
+    return _cost(reads, store, sizes, how.workers)
+
+
+def estimate_export(job: ExportJob, workers: int | None = None) -> Cost:
+    """Estimate what an export costs; reads metadata alone, and writes nothing.
+
+    Args:
+        job: from `planned_job`.
+        workers: as for `export`.
+    """
+    reads: list[_Reads] = []
+    sizes = [0 if file.link else file.nbytes for file in job.target.files]
+    for file in job.target.files:
+        for part in () if file.link else file.parts():
+            if isinstance(part, Span):
+                reads += _planned([job.input.within(info, piece.box) for info, piece in part.pieces])
+    return _cost(reads, job.store, sizes, workers)
+
+
+#: A place, and the requests and the bytes that are read from it.
+_Reads = tuple["Store", int, int]
+
+
+def _of_shards(job: ShardJob) -> tuple[list[_Reads], list[int]]:
+    """What the shards of a job read, and the sizes of their files."""
+    reads: list[_Reads] = []
+    sizes = []
     for array, shard in map(job.shard, range(job.count)):
-        for found in job.boxes(array, array.grid.box(shard)):
-            piece = Piece(found.box, 0, row_major(found.box.shape))
-            plan = make_plan([ReadItem(found.info, found.planned, [(0, piece)])], verify, costs)
-            yield plan.ranges, plan.bytes_read
+        once = _planned(job.boxes(array, array.grid.box(shard)))
+        times = job.times_read(array)
+        reads += ((place, calls * times, nbytes * times) for place, calls, nbytes in once)
+        sizes.append(array.grid.file_nbytes(shard))
+    return reads, sizes
+
+
+def _planned(boxes: Iterable[InputBox]) -> Iterator[_Reads]:
+    """What is read for boxes."""
+    for found in boxes:
+        store = found.input.checkpoint.store
+        costs = store.costs
+        costs = replace(costs, block=0, request=min(costs.request, BAND_BYTES))  # as it is read, band by band
+        piece = Piece(found.box, 0, row_major(found.box.shape))
+        verify: Verify = "whole" if found.input.verify else "never"
+        plan = make_plan([ReadItem(found.info, found.planned, [(0, piece)])], verify, costs).through(store)
+        yield store, plan.ranges, plan.bytes_read
 
 
 def _puts(store: Store, nbytes: int) -> int:
@@ -158,17 +210,33 @@ def seconds_at(store: Store, calls: int, nbytes: int, threads: int, *, writing: 
 
 
 def _cost(
-    ck: Checkpoint, store: Store | None, workers: int | None, read: tuple[int, int, int, int], write: tuple[int, int]
+    reads: Sequence[_Reads],
+    store: Store | None,
+    sizes: Sequence[int],
+    workers: int | None,
+    counts: tuple[int, int] | None = None,
 ) -> Cost:
-    tasks, files, gets, bytes_read = read
-    puts, bytes_written = write
-    stores = [ck.store] if store is None else [ck.store, store]
-    threads = min(workers or workers_for(*stores), max(1, tasks))
+    """The cost of a job.
+
+    Args:
+        reads: what is read.
+        store: where files are written (None: nowhere).
+        sizes: the bytes of each file.
+        workers: as for `convert`.
+        counts: the tasks and the files, if each task does not write a file.
+    """
+    tasks, files = counts or (len(sizes), len(sizes))
+    of_place: dict[Store, tuple[int, int]] = {}
+    for place, calls, nbytes in reads:
+        before = of_place.get(place, (0, 0))
+        of_place[place] = before[0] + calls, before[1] + nbytes
+    moved = [(place, *of, False) for place, of in of_place.items()]
+    if store is not None:
+        moved.append((store, sum(_puts(store, n) for n in sizes), sum(sizes), True))
+    threads = min(workers or workers_for(*(place for place, *_ in moved)), max(1, tasks))
     seconds: list[float] = []
     unmeasured: list[str] = []
-    for place, calls, nbytes, writing in ((ck.store, gets, bytes_read, False), (store, puts, bytes_written, True)):
-        if place is None:
-            continue
+    for place, calls, nbytes, writing in moved:
         took = seconds_at(place, calls, nbytes, threads, writing=writing)
         if took is None:
             unmeasured.append(place.url)
@@ -177,9 +245,9 @@ def _cost(
     return Cost(
         tasks,
         files,
-        bytes_read,
-        bytes_written,
-        gets + puts,
+        sum(nbytes for *_, nbytes, writing in moved if not writing),
+        sum(sizes),
+        sum(calls for _, calls, *_ in moved),
         None if unmeasured else sum(seconds),
         tuple(dict.fromkeys(unmeasured)),
     )

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.storage.base import Store
 
-__all__ = ["Exported", "export", "plan_export"]
+__all__ = ["Exported", "export", "plan_export", "planned_job"]
 
 _NAMED = 10  # tensors that an error lists of each kind
 
@@ -114,14 +114,10 @@ def export(
         NotFinished: another process is to finish (`on`).
     """
     where = Where.parse(on)
-    if isinstance(dst, str | PathLike) and (named := _file_named(fspath(dst), kind)) is not None:
-        if "name" in options:
-            raise UsageError(f"{fspath(dst)} is the file, so it has no other name", hint="leave out the option name")
-        dst, options["name"] = named
+    store = _place(dst, kind, options)
     source, infos, exporter = _prepared(src, kind, states, cast, options)
     if like is not None:
         _compare(source, infos, like if isinstance(like, Checkpoint) else open_reference(like))
-    store = dst if not isinstance(dst, str | PathLike) else open_store(dst)
     with ExportJob(source, store, infos, exporter, verify=verify) as job:
         where.begin(lambda: begin_export(job, overwrite=overwrite))
         try:
@@ -136,6 +132,19 @@ def export(
     target = job.target
     nbytes = sum(f.nbytes for f in target.files)
     return Exported(job.url, len(target.files), nbytes, len(infos), target.left_out, verify and not job.bare)
+
+
+def _place(dst: str | PathLike[str] | Store, kind: str, options: dict[str, Any]) -> Store:
+    """The store of the destination; the name of the file that it is, if it is one, is added to the options."""
+    if not isinstance(dst, str | PathLike):
+        return dst
+    named = _file_named(fspath(dst), kind)
+    if named is None:
+        return open_store(dst)
+    if "name" in options:
+        raise UsageError(f"{fspath(dst)} is the file, so it has no other name", hint="leave out the option name")
+    folder, options["name"] = named
+    return open_store(folder)
 
 
 def _file_named(dst: str, kind: str) -> tuple[str, str] | None:
@@ -191,6 +200,35 @@ def plan_export(
     """
     source, infos, exporter = _prepared(src, kind, states, cast, options)
     return exporter.target(source, infos)
+
+
+def planned_job(
+    src: str | PathLike[str] | Checkpoint,
+    dst: str | PathLike[str],
+    kind: str,
+    *,
+    states: str | Iterable[str] | None = None,
+    cast: str | None = None,
+    verify: bool = True,
+    **options: Any,
+) -> ExportJob:
+    """The job of an export, to estimate what it costs.
+
+    Args:
+        src: as for `export`, and so are the others.
+        dst: the destination.
+        kind: the format.
+        states: the states.
+        cast: the dtype.
+        verify: whether to compare checksums.
+        options: those of the format.
+
+    Raises:
+        UcformatError: as for `export`.
+    """
+    store = _place(dst, kind, options)
+    source, infos, exporter = _prepared(src, kind, states, cast, options)
+    return ExportJob(source, store, infos, exporter, verify=verify)
 
 
 def _prepared(

@@ -201,6 +201,14 @@ class ShardJob(RecordedJob):
         """
         return [self.inputs[0].within(array.info, box)]
 
+    def times_read(self, array: Array) -> int:  # noqa: ARG002
+        """How often `boxes` are read.
+
+        Args:
+            array: the array.
+        """
+        return 1
+
     def fill(self, array: Array, boxes: Sequence[InputBox], piece: Piece, raw: NDArray[np.uint8]) -> bool:  # noqa: ARG002
         """Fill memory with the elements of a piece of an array.
 

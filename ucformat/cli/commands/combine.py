@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,7 +12,6 @@ from ucformat.cli.ui.options import (
     CATALOG,
     IGNORE_DEPENDENT,
     METRIC,
-    SIZE,
     SOURCE,
     STATES,
     VIEW,
@@ -20,14 +20,28 @@ from ucformat.cli.ui.options import (
     open_any,
     ref_argument,
 )
-from ucformat.cli.ui.where import ON, PART, where_of
+from ucformat.cli.ui.where import (
+    CHUNK_BYTES,
+    DRY_RUN,
+    NO_VERIFY,
+    ON,
+    OVERWRITE,
+    PART,
+    SHARD_BYTES,
+    print_cost,
+    where_of,
+    workers_option,
+)
 from ucformat.cli.ui.written import print_written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ucformat.checkpoint import Checkpoint
     from ucformat.cli.ui.output import Output
+    from ucformat.jobs.combine.writing import Planned
+
+    #: Opens references, through the view if there is one.
+    _Opened = Callable[[Sequence[str]], Sequence[Any]]
 
 __all__ = ["average", "merge"]
 
@@ -60,27 +74,18 @@ _MORE: tuple[Callable[[Any], Any], ...] = (
         help="Take the tensors with such names from the base or first REF as they are. May be repeated.",
     ),
     click.option("--cast", metavar="DTYPE", help="The dtype to round to.  [default: that of the base or first REF]"),
-    click.option("--chunk-bytes", type=SIZE, help="Maximum size of a chunk, the unit of reading.  [default: 1MiB]"),
-    click.option("--shard-bytes", type=SIZE, help="Maximum size of a shard, the unit of writing.  [default: 128MiB]"),
-    click.option(
-        "--overwrite",
-        is_flag=True,
-        help="Replace the checkpoint at DST, which stays intact until the new one is committed.",
-    ),
-    click.option(
-        "-w",
-        "--workers",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Number of shards to write concurrently.  [default: one for each core, at most 16]",
-    ),
-    click.option("--no-verify", is_flag=True, help="Do not check the checksums in the files of the inputs."),
+    CHUNK_BYTES,
+    SHARD_BYTES,
+    OVERWRITE,
+    workers_option("shards to write"),
+    NO_VERIFY,
     click.option("--run", metavar="NAME", help="The training run to record in the catalog.  [default: DST's folder]"),
     METRIC,
     VIEW,
     SOURCE,
     ON,
     PART,
+    DRY_RUN,
     IGNORE_DEPENDENT,
     CATALOG,
 )
@@ -108,6 +113,7 @@ def _with(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 def average(
     refs: tuple[str, ...],
     dst: str,
+    weights: list[float] | None,
     by: str | None,
     least: bool | None,  # noqa: FBT001
     temperature: float | None,
@@ -120,15 +126,11 @@ def average(
     REF may also be the checkpoints of a run in a range of steps: run7@1000..2000. Resumable: if interrupted, nothing is
     visible at DST, and running the same command again writes only what is missing.
     """
-    import ucformat
+    from ucformat.jobs.combine.average import plan_average
 
     best: Any = None if least is None else "min" if least else "max"
-    weighting = {"by": by, "best": best, "temperature": temperature, "ema": ema}
-
-    def work(common: Mapping[str, Any], opened: Callable[[Sequence[str]], Sequence[Any]]) -> Checkpoint:
-        return ucformat.average(opened(refs), dst, **weighting, **common)
-
-    _run("average", dst, work, out, **options)
+    weighting = {"by": by, "best": best, "temperature": temperature, "ema": ema, "weights": weights}
+    _run("average", dst, lambda opened, chosen: plan_average(opened(refs), **weighting, **chosen), out, **options)
 
 
 @command
@@ -149,6 +151,7 @@ def average(
 def merge(
     refs: tuple[str, ...],
     dst: str,
+    weights: list[float] | None,
     method: str,
     base: str | None,
     scale: float | None,
@@ -163,34 +166,45 @@ def merge(
     Resumable: if interrupted, nothing is visible at DST, and running the same command again writes only what is
     missing.
     """
-    import ucformat
+    from ucformat.jobs.combine.merge import plan_merge
 
-    given: dict[str, Any] = {"scale": scale, "density": density, "t": t, "seed": seed}
+    given: dict[str, Any] = {"weights": weights, "scale": scale, "density": density, "t": t, "seed": seed}
 
-    def work(common: Mapping[str, Any], opened: Callable[[Sequence[str]], Sequence[Any]]) -> Checkpoint:
+    def plan(opened: _Opened, chosen: Mapping[str, Any]) -> Planned:
         bases = opened([base]) if base is not None else [None]
         sources = refs if method == "lora" else opened(refs)  # adapters have no view
-        return ucformat.merge(method, sources, dst, base=bases[0], **given, **common)
+        return plan_merge(method, sources, {**given, "base": bases[0]}, **chosen)
 
-    _run("merge", dst, work, out, **options)
+    _run("merge", dst, plan, out, **options)
 
 
 def _run(
     name: str,
     dst: str,
-    work: Callable[[Mapping[str, Any], Callable[[Sequence[str]], Sequence[Any]]], Checkpoint],
+    plan: Callable[[_Opened, Mapping[str, Any]], Planned],
     out: Output,
     *,
     states: tuple[str, ...],
+    take: tuple[str, ...],
+    cast: str | None,
+    chunk_bytes: int | None,
+    shard_bytes: int | None,
+    overwrite: bool,
+    workers: int | None,
     no_verify: bool,
+    run: str | None,
+    metrics: dict[str, float],
     view: str | None,
     options: dict[str, Any] | None,
     on: str | None,
     part: str | None,
+    dry_run: bool,
     ignored: tuple[str, ...],
-    **common: Any,
 ) -> None:
     from ucformat.cli.program import Interrupted
+    from ucformat.jobs.cost import estimate_combination
+    from ucformat.jobs.shards import How
+    from ucformat.jobs.where import Where
     from ucformat.references import expand_references
 
     def opened(refs: Sequence[str]) -> Sequence[Any]:
@@ -199,12 +213,17 @@ def _run(
         found = [open_any(str(ref), options) for ref in expand_references(refs)]
         return found if view is None else [ck.view(view) for ck in found]
 
+    how = How(chunk_bytes, shard_bytes, workers, None, not no_verify, Where.parse(where_of(on, part)))
+    chosen = {"states": list(states) or None, "take": take, "cast": cast}
+    if dry_run:
+        print_cost(estimate_combination(plan(opened, chosen).combination, dst, how), out)
+        return
     begun = time.perf_counter()
     ignore_dependents_of(ignored, [dst], out, name)
     try:
         with out.progress("combining") as progress:
-            more = {"states": list(states) or None, "verify": not no_verify, "on": where_of(on, part)}
-            ck = work({**common, **more, "progress": progress}, opened)
+            planned = plan(opened, chosen)
+            ck = planned.write(dst, replace(how, progress=progress), overwrite=overwrite, run=run, metrics=metrics)
     except KeyboardInterrupt:
         raise Interrupted(
             f"interrupted: nothing is committed at {dst}; run the same command again and it continues"

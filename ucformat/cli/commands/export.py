@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import click
 from ucformat.cli.ui.options import CATALOG, SIZE, SOURCE, SRC, STATES, VIEW, command, layout_of
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, field, plural
-from ucformat.cli.ui.where import ON, PART, where_of
+from ucformat.cli.ui.where import NO_VERIFY, ON, PART, cost_fields, where_of, workers_option
 from ucformat.exporters import EXPORTERS
 from ucformat.exporters.base import options_of
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from ucformat.cli.ui.output import Output
     from ucformat.exporters.base import Target
+    from ucformat.jobs.cost import Cost
 
 __all__ = ["export_command"]
 
@@ -60,13 +62,15 @@ def export_command(kind: str) -> click.Command:
     ) -> None:
         import ucformat
         from ucformat.cli.program import Interrupted
-        from ucformat.jobs.export import plan_export
+        from ucformat.jobs.cost import estimate_export
+        from ucformat.jobs.export import planned_job
 
         given = {name: value for name, value in given.items() if value is not None}
         source = ucformat.open(src, view=view, options=options)
         chosen = list(states) or None
         if dry_run:
-            _print_plan(plan_export(source, kind, states=chosen, cast=cast, **given), out)
+            with planned_job(source, dst, kind, states=chosen, cast=cast, verify=not no_verify, **given) as job:
+                _print_plan(job.target, estimate_export(job, workers), out)
             return
         if overwrite and not out.confirm(f"remove the checkpoint at {dst}, if there is one?", yes=yes):
             raise click.exceptions.Exit(1)
@@ -133,7 +137,9 @@ def export_command(kind: str) -> click.Command:
         ON,
         PART,
         click.option(
-            "--dry-run", is_flag=True, help="Print the files, their sizes, and what is left out; write nothing."
+            "--dry-run",
+            is_flag=True,
+            help="Print the files, their sizes, what is left out, and about how long it takes; write nothing.",
         ),
         CATALOG,
     )[::-1]:
@@ -158,14 +164,8 @@ _COMMON = (
         help="Remove the foreign checkpoint, or the unfinished export, that is at DST first.",
     ),
     click.option("-y", "--yes", is_flag=True, help="With --overwrite, do not ask for confirmation."),
-    click.option(
-        "-w",
-        "--workers",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Number of files to write concurrently.  [default: one for each core, at most 16]",
-    ),
-    click.option("--no-verify", is_flag=True, help="Do not check the checksums in SRC's files."),
+    workers_option("files to write"),
+    NO_VERIFY,
 )
 
 
@@ -189,7 +189,7 @@ def _own_option(name: str, of: Field[Any]) -> Callable[[Callable[..., None]], Ca
     return click.option(spelled, name, type=kind, metavar=metavar, callback=read, help=help_text)
 
 
-def _print_plan(target: Target, out: Output) -> None:
+def _print_plan(target: Target, cost: Cost, out: Output) -> None:
     files = [{"file": f.key, "bytes": f.nbytes} for f in target.files]
     nbytes = sum(f.nbytes for f in target.files)
 
@@ -200,6 +200,7 @@ def _print_plan(target: Target, out: Output) -> None:
             yield f"{bytes_text(file.nbytes):>10}  {file.key}"
         for what in target.left_out:
             yield from field("left out", what, width)
+        yield from cost_fields(cost, width)
 
-    found = {"files": files, "bytes": nbytes, "left_out": list(target.left_out)}
+    found = {**asdict(cost), "files": files, "bytes": nbytes, "left_out": list(target.left_out)}
     out.result(lines, lambda: found, lambda: [f.key for f in target.files])

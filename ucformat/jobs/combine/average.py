@@ -11,7 +11,7 @@ from ucformat.errors import NotFound, UsageError
 from ucformat.jobs.combine.formulas import ema_weights, softmax_weights
 from ucformat.jobs.combine.job import Combination
 from ucformat.jobs.combine.methods import Average
-from ucformat.jobs.combine.writing import checked_weights, open_inputs, write_combination
+from ucformat.jobs.combine.writing import Planned, checked_weights, open_inputs
 from ucformat.jobs.record import record_commits
 from ucformat.jobs.shards import How
 from ucformat.jobs.where import Where
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.combine.writing import Place
     from ucformat.storage.base import Store
 
-__all__ = ["average"]
+__all__ = ["average", "plan_average"]
 
 record_commits()  # on import, because `format` does not depend on the catalog
 
@@ -93,6 +93,48 @@ def average(
         Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed since it was opened.
     """
     how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
+    planned = plan_average(
+        sources,
+        weights=weights,
+        by=by,
+        best=best,
+        temperature=temperature,
+        ema=ema,
+        states=states,
+        take=take,
+        cast=cast,
+    )
+    return planned.write(dst, how, overwrite=overwrite, run=run, metrics=metrics)
+
+
+def plan_average(
+    sources: Place | Iterable[Place],
+    *,
+    weights: Sequence[float] | None = None,
+    by: str | None = None,
+    best: Literal["min", "max"] | None = None,
+    temperature: float | None = None,
+    ema: float | None = None,
+    states: str | Iterable[str] | None = None,
+    take: str | Iterable[str] = (),
+    cast: str | None = None,
+) -> Planned:
+    """Plan an average; reads no tensors, and writes nothing.
+
+    Args:
+        sources: as for `average`, and so are the others.
+        weights: the weights.
+        by: the metric.
+        best: its direction.
+        temperature: its divisor.
+        ema: the decay.
+        states: the states.
+        take: patterns of names.
+        cast: the dtype.
+
+    Raises:
+        UcformatError: as for `average`.
+    """
     chosen = None if states is None else as_strings(states)
     _check_options(weights, by, best, temperature, ema)
     given, opened = open_inputs(sources)
@@ -116,9 +158,7 @@ def average(
             hint="average the weights alone, without `states`",
         )
     combination = Combination(found.sources, Average(weights=found.weights), chosen, as_strings(take), cast)
-    return write_combination(
-        combination, dst, "average", found.about, how, overwrite=overwrite, run=run, metrics=metrics
-    )
+    return Planned(combination, "average", found.about)
 
 
 @dataclass(frozen=True, slots=True)

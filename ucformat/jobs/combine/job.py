@@ -139,7 +139,8 @@ class CombineJob(ShardJob):
 
     def group(self, task: int) -> Hashable:
         """See Job: what a method finds of a whole tensor is found by one part only."""
-        return self.shard(task)[0].info.key if self.combination.method.scans else task
+        array, _ = self.shard(task)
+        return array.info.key if self._scans(self.combination.outputs[array.info.key]) else task
 
     def spec(self) -> dict[str, Any]:
         """See Job."""
@@ -170,6 +171,13 @@ class CombineJob(ShardJob):
         """See ShardJob."""
         return self._boxes(self.combination.outputs[array.info.key], box)
 
+    def times_read(self, array: Array) -> int:
+        """See ShardJob."""
+        return 1 + self._scans(self.combination.outputs[array.info.key])
+
+    def _scans(self, output: Output) -> int:
+        return self.combination.method.scans if output.how == "combined" else 0
+
     def _boxes(self, output: Output, box: Box) -> list[InputBox]:
         return [self.inputs[o.input].within(o.info, o.box) for o in self.combination.operands(output, box)]
 
@@ -181,7 +189,7 @@ class CombineJob(ShardJob):
         dtype = numpy_dtype(info.dtype)
         strides = tuple(s * info.itemsize for s in piece.strides)
         target: NDArray[Any] = np.ndarray(piece.box.shape, dtype, raw.data, piece.offset * info.itemsize, strides)
-        known = self._knowledge(output) if output.how == "combined" else None
+        known = self._knowledge(output) if self._scans(output) else None
         covered = True
         for part in self._parts(boxes, piece.box):
             arrays, whole = self._read(output, boxes, part)
@@ -215,8 +223,6 @@ class CombineJob(ShardJob):
     # --- what a method finds of a whole tensor
 
     def _knowledge(self, output: Output) -> Any:
-        if not self.combination.method.scans:
-            return None
         key = output.info.key
         with self._locks[key]:
             if key not in self._known:

@@ -9,7 +9,7 @@ from ucformat.errors import UsageError
 from ucformat.jobs.combine.job import Combination
 from ucformat.jobs.combine.lora import Lora
 from ucformat.jobs.combine.methods import Dare, Slerp, TaskArithmetic, Ties
-from ucformat.jobs.combine.writing import checked_weights, open_inputs, write_combination
+from ucformat.jobs.combine.writing import Planned, checked_weights, open_inputs
 from ucformat.jobs.record import record_commits
 from ucformat.jobs.shards import How
 from ucformat.jobs.where import Where
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.combine.writing import Place
     from ucformat.storage.base import Store
 
-__all__ = ["merge"]
+__all__ = ["merge", "plan_merge"]
 
 record_commits()  # on import, because `format` does not depend on the catalog
 
@@ -108,7 +108,34 @@ def merge(
     """
     how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     given = {"base": base, "weights": weights, "scale": scale, "density": density, "t": t, "seed": seed}
-    found = _parameters(method, {name: value for name, value in given.items() if value is not None})
+    planned = plan_merge(method, sources, given, states=states, take=take, cast=cast)
+    return planned.write(dst, how, overwrite=overwrite, run=run, metrics=metrics)
+
+
+def plan_merge(
+    method: str,
+    sources: Place | Iterable[Place],
+    parameters: Mapping[str, Any],
+    *,
+    states: str | Iterable[str] | None = None,
+    take: str | Iterable[str] = (),
+    cast: str | None = None,
+) -> Planned:
+    """Plan a merge; reads no tensors, and writes nothing.
+
+    Args:
+        method: as for `merge`, and so are the others.
+        sources: the inputs.
+        parameters: `base`, `weights`, `scale`, `density`, `t` and `seed`; None as if it were not there.
+        states: the states.
+        take: patterns of names.
+        cast: the dtype.
+
+    Raises:
+        UcformatError: as for `merge`.
+    """
+    found = _parameters(method, {name: value for name, value in parameters.items() if value is not None})
+    base: Place | None = found.get("base")
     chosen = None if states is None else as_strings(states)
     if chosen is not None and not {"weight", "master"}.issuperset(chosen):
         raise UsageError("only weights are merged, not optimizer states", hint="choose the states weight or master")
@@ -120,8 +147,7 @@ def merge(
         raise UsageError(f"{bases[0].home} is the base, and a source too", hint="leave it out of the sources")
     formula = _method(method, [*bases, *opened], len(opened), found)
     combination = Combination([*bases, *opened], formula, chosen, as_strings(take), cast)
-    about: list[dict[str, Any]] = [{}] * len(combination.sources)
-    return write_combination(combination, dst, "merge", about, how, overwrite=overwrite, run=run, metrics=metrics)
+    return Planned(combination, "merge", [{}] * len(combination.sources))
 
 
 def _parameters(method: str, given: Mapping[str, Any]) -> dict[str, Any]:

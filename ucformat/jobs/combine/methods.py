@@ -44,12 +44,12 @@ class Method(ABC):
     Attributes:
         name: its name, on the command line and in lineages.
         has_base: whether the first input is the base that the others were fine-tuned from.
-        scans: whether it has to read whole tensors before it can compute a block.
+        scans: how often it has to read a whole tensor before it can compute a block; of TIES, mostly.
     """
 
     name: ClassVar[str]
     has_base: ClassVar[bool] = False
-    scans: ClassVar[bool] = False
+    scans: ClassVar[int] = 0
 
     @abstractmethod
     def document(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Slerp(Elementwise):
     """`formulas.slerp`; the weights are 1 - t and t."""
 
     name = "slerp"
-    scans = True
+    scans = 1
     t: float
 
     def prepare(self, info: TensorInfo, scan: Scan) -> tuple[float, float]:  # noqa: ARG002
@@ -211,7 +211,7 @@ class Ties(Elementwise):
 
     name = "ties"
     has_base = True
-    scans = True
+    scans = 2
     density: float
     scale: float
 

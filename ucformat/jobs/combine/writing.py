@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UsageError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.shards import How
     from ucformat.storage.base import Store
 
-__all__ = ["Place", "checked_weights", "open_inputs", "write_combination"]
+__all__ = ["Place", "Planned", "checked_weights", "open_inputs"]
 
 Place: TypeAlias = "str | PathLike[str] | Checkpoint"
 
@@ -74,43 +75,51 @@ def checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float,
     return found
 
 
-def write_combination(
-    combination: Combination,
-    dst: str | PathLike[str] | Store,
-    kind: str,
-    about: Sequence[Mapping[str, Any]],
-    how: How,
-    *,
-    overwrite: bool,
-    run: str | None,
-    metrics: Mapping[str, float] | None,
-) -> Checkpoint:
-    """Write a combination and commit it.
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A combination that is not written yet.
 
-    It has no step, since it is no point of a training, and no metrics, since nobody has measured it. Everything else
-    that is not a tensor is that of the first input.
-
-    Args:
+    Attributes:
         combination: what is combined.
-        dst: the path, url or store of the new checkpoint.
         kind: the kind of its lineage.
         about: what the lineage says of each input, beside what the method does.
-        how: the options.
-        overwrite: replace a checkpoint that is committed there.
-        run: the name of the run.
-        metrics: measured numbers.
     """
-    store = open_store(dst) if isinstance(dst, str | PathLike) else dst
-    plan = combination.plan(how)
-    attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite))
-    made, recorded = write(CombineJob(combination, store, attempt.id, how), attempt)
-    method = combination.method
-    lineage = tuple(
-        lineage_to(source, kind, {**method.about(), **role, **more})
-        for source, role, more in zip(combination.sources, method.roles(), about, strict=True)
-    )
-    new = {"run": run, "step": None, "commits": None, "metrics": dict(metrics or {}), "lineage": lineage}
-    done = commit(store, attempt, made.model_copy(update=new))
-    if recorded:
-        discard_finished(store, attempt.id)
-    return Checkpoint(Universal(store, allowed_roots, done.as_read()))
+
+    combination: Combination
+    kind: Literal["average", "merge"]
+    about: Sequence[Mapping[str, Any]]
+
+    def write(
+        self,
+        dst: str | PathLike[str] | Store,
+        how: How,
+        *,
+        overwrite: bool = False,
+        run: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Checkpoint:
+        """Write the combination and commit it.
+
+        It has no step, since it is no point of a training, and no metrics, since nobody has measured it. Everything
+        else that is not a tensor is that of the first input.
+
+        Args:
+            dst: the path, url or store of the new checkpoint.
+            how: the options.
+            overwrite: replace a checkpoint that is committed there.
+            run: the name of the run.
+            metrics: measured numbers.
+        """
+        store = open_store(dst) if isinstance(dst, str | PathLike) else dst
+        sources, method, plan = self.combination.sources, self.combination.method, self.combination.plan(how)
+        attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite))
+        made, recorded = write(CombineJob(self.combination, store, attempt.id, how), attempt)
+        lineage = tuple(
+            lineage_to(source, self.kind, {**method.about(), **role, **more})
+            for source, role, more in zip(sources, method.roles(), self.about, strict=True)
+        )
+        new = {"run": run, "step": None, "commits": None, "metrics": dict(metrics or {}), "lineage": lineage}
+        done = commit(store, attempt, made.model_copy(update=new))
+        if recorded:
+            discard_finished(store, attempt.id)
+        return Checkpoint(Universal(store, allowed_roots, done.as_read()))
