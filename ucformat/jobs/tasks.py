@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ucformat.errors import UcformatError
@@ -207,7 +208,7 @@ def part_of(job: Job, index: int, count: int) -> list[int]:
 
 
 def batches(job: Job, slots: int) -> Iterator[list[int]]:
-    """Cut the tasks that are not finished into batches, by bytes.
+    """Cut the tasks that are not finished into batches, by bytes; what one part must run is one batch.
 
     Args:
         job: the job.
@@ -216,9 +217,10 @@ def batches(job: Job, slots: int) -> Iterator[list[int]]:
     most = min(_BATCH_BYTES, max(_LEAST_BYTES, job.total // (4 * slots)))
     batch: list[int] = []
     nbytes = 0
-    for task in job.todo:
-        batch.append(task)
-        nbytes += job.nbytes(task)
+    for _, tasks in groupby(job.todo, job.group):  # whose tasks follow each other
+        for task in tasks:
+            batch.append(task)
+            nbytes += job.nbytes(task)
         if nbytes >= most or len(batch) >= _BATCH_TASKS:
             yield batch
             batch, nbytes = [], 0
