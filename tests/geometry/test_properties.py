@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.geometry.reference import FILLER, gather, numbered, scatter, window
 from tests.geometry.strategies import lists_and_layouts
 from ucformat.geometry.box import Box
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.tensor import TensorList
+from ucformat.geometry.tensor import TensorList, Tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Case = tuple[TensorList, Layout, Layout]
 
@@ -110,3 +116,19 @@ def test_a_layout_survives_its_document(case: Case) -> None:
 
 def test_the_filler_is_no_value() -> None:
     assert FILLER < 0  # `numbered` counts from 0
+
+
+@thorough
+@given(st.data())
+def test_the_chunks_within_a_box_are_those_that_intersect_it(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 9), max_size=3).map(tuple))
+
+    def each(least: int, most: Sequence[int]) -> tuple[int, ...]:
+        return tuple(data.draw(st.integers(least, n)) for n in most)
+
+    start = each(0, [5] * len(sizes))
+    tiles = Tiles(Box(start, sizes), "f", 100, each(1, sizes), 4)
+    if data.draw(st.booleans()):
+        tiles = replace(tiles, steps=tuple(1000**n for n in range(len(sizes), 0, -1)))
+    within = Box(each(0, [15] * len(sizes)), each(0, [15] * len(sizes)))
+    assert list(tiles.extents(within)) == [e for e in tiles.extents() if e.box.intersect(within)]

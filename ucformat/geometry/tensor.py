@@ -203,10 +203,18 @@ class Tiles:
         """Bytes from one chunk to the next, along each dim."""
         return row_major(self.grid, self.pitch) if self.steps is None else self.steps
 
-    def extents(self) -> Iterator[Extent]:
-        """An extent for each chunk."""
+    def extents(self, within: Box | None = None) -> Iterator[Extent]:
+        """An extent for each chunk.
+
+        Args:
+            within: only for the chunks that intersect this box (None: for all).
+        """
         strides, steps = row_major(self.chunk, self.itemsize), self.strides
-        for at in product(*map(range, self.grid)):
+        common = self.box if within is None else self.box.intersect(within)
+        if common is None:
+            return
+        dims = zip(common.start, common.shape, self.box.start, self.chunk, strict=True)
+        for at in product(*(range((a - b) // c, -(-(a - b + n) // c)) for a, n, b, c in dims)):
             begin = tuple(i * c for i, c in zip(at, self.chunk, strict=True))
             shape = tuple(min(c, n - b) for c, n, b in zip(self.chunk, self.box.shape, begin, strict=True))
             start = tuple(a + b for a, b in zip(self.box.start, begin, strict=True))
@@ -271,15 +279,16 @@ class FileRun:
                 yield self.tiles(cut), ()
 
 
-def single_extents(found: Iterable[Extent | Tiles]) -> Iterator[Extent]:
+def single_extents(found: Iterable[Extent | Tiles], within: Box | None = None) -> Iterator[Extent]:
     """Extents of single chunks: each `Tiles` is expanded into one extent for each chunk.
 
     Args:
         found: extents of one tensor.
+        within: of `Tiles`, only the chunks that intersect this box (None: all).
     """
     for extent in found:
         if isinstance(extent, Tiles):
-            yield from extent.extents()
+            yield from extent.extents(within)
         else:
             yield extent
 

@@ -73,22 +73,21 @@ class Copy:
 _ONCE = Copy((), 0, (), 0, ())
 
 
-def copies(extent: Extent | Tiles, piece: Piece, itemsize: int) -> Iterator[tuple[Copy, Copy, Block | None, bool]]:
+def copies(
+    extent: Extent | Tiles, piece: Piece, common: Box, itemsize: int
+) -> Iterator[tuple[Copy, Copy, Block | None, bool]]:
     """Compute what to copy from `extent` to `piece`, both of one tensor.
 
     Args:
         extent: where a box of the tensor is stored.
         piece: where to copy a box of it.
+        common: the elements that both have.
         itemsize: bytes of one element.
 
     Yields:
         a copy whose `src` counts from the beginning of the file, the grid of chunks over which it is repeated, the
-            block of the first chunk, and whether all elements of each chunk are copied. Nothing if the boxes are
-            disjoint.
+            block of the first chunk, and whether all elements of each chunk are copied.
     """
-    common = extent.box.intersect(piece.box)
-    if common is None:
-        return
     to = tuple(s * itemsize for s in piece.strides)
     if isinstance(extent, Tiles):
         grid = (extent.box, extent.chunk, itemsize, extent.strides)

@@ -223,23 +223,25 @@ def _read_tensor(
     for buffer, piece in item.pieces:
         if not piece.box.size:
             continue
-        overlapping = [e for e in extents if e.box.intersect(piece.box)]
-        _check_coverage(item.info, piece, overlapping)
-        for extent in overlapping:
+        overlapping = [(e, common) for e in extents if (common := e.box.intersect(piece.box))]
+        _check_coverage(item.info, piece, [(e.file, common) for e, common in overlapping])
+        for extent, common in overlapping:
             if isinstance(extent, Extent) and extent.leaves_block(item.info.itemsize):
                 raise IntegrityError(
                     f"{item.info.key}: the bytes of {extent.box} leave the block of {extent.file} with their checksum",
                     hint="restore what lists them, the sidecar or the file's own header, from another copy",
                 )
             if not isinstance(extent, FileRun):
-                found, exposed, extra = _read_extent(buffer, piece, extent, item.info.itemsize, verify, costs)
+                found, exposed, extra = _read_extent(buffer, piece, extent, common, item.info.itemsize, verify, costs)
                 requests += found
                 unverified += exposed
                 besides += extra
                 continue
             step = piece.strides[extent.dim] * extent.first.box.shape[extent.dim] * item.info.itemsize
             for tiles, others in extent.parts(piece.box):
-                found, exposed, extra = _read_extent(buffer, piece, tiles, item.info.itemsize, verify, costs)
+                of_first = tiles.box.intersect(piece.box)
+                assert of_first is not None  # noqa: S101 - these are parts of the piece
+                found, exposed, extra = _read_extent(buffer, piece, tiles, of_first, item.info.itemsize, verify, costs)
                 requests += [r.repeated(others, step) for r in found] if others else found
                 unverified += exposed * (1 + len(others))
                 besides += extra * (1 + len(others))
@@ -247,12 +249,12 @@ def _read_tensor(
 
 
 def _read_extent(
-    buffer: int, piece: Piece, extent: Extent | Tiles, itemsize: int, verify: Verify, costs: Costs
+    buffer: int, piece: Piece, extent: Extent | Tiles, common: Box, itemsize: int, verify: Verify, costs: Costs
 ) -> tuple[list[Request], int, int]:
     """As `_read_tensor`, for one piece and one extent."""
     requests: list[Request] = []
     unverified = besides = 0
-    for inner, outer, block, whole in copies(extent, piece, itemsize):
+    for inner, outer, block, whole in copies(extent, piece, common, itemsize):
         if block is None or not _is_checked(extent, block, verify, costs, whole=whole):
             unverified += outer.nbytes * inner.nbytes
             requests += _ranges(buffer, extent.file, inner.within(outer), costs)
@@ -269,9 +271,8 @@ def _is_checked(extent: Extent | Tiles, block: Block, verify: Verify, costs: Cos
     return verify != "never"
 
 
-def _check_coverage(info: TensorInfo, piece: Piece, extents: list[Extent | Tiles | FileRun]) -> None:
-    """Prove that the extents contain every element of the piece exactly once."""
-    common = [(e.file, box) for e in extents if (box := e.box.intersect(piece.box))]
+def _check_coverage(info: TensorInfo, piece: Piece, common: list[tuple[str, Box]]) -> None:
+    """Prove that the parts of files that intersect a piece contain every element of it exactly once."""
     if len(common) == 1 and common[0][1] == piece.box:
         return
     if len(common) <= _REMEMBERED and _covers(piece.box, tuple(box for _, box in common)):

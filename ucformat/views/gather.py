@@ -146,7 +146,8 @@ def _parts(
 def _item(info: TensorInfo, locate: Locate, near: list[list[Run]]) -> ReadItem:
     """What is read for a part: joined runs."""
     shape = tuple(sum(n for _, n, _ in of_dim) for of_dim in near)
-    extents = mapped(near, single_extents(locate(source_box(near))))
+    box = source_box(near)
+    extents = mapped(near, single_extents(locate(box), box))
     piece = Piece(Box.whole(shape), 0, row_major(shape))
     return ReadItem(TensorInfo(info.name, info.state, info.dtype, shape), extents, [(0, piece)])
 
@@ -174,7 +175,7 @@ def _positions(runs: list[Run], near: list[Run], start: int, length: int) -> NDA
 def _strides(runs: Sequence[Sequence[Run]], locate: Locate) -> tuple[int, ...]:
     """The bytes between neighbouring indices of each dim in the file."""
     first = Box(tuple(of_dim[0][0] for of_dim in runs), (1,) * len(runs))
-    found = next((e for e in single_extents(locate(first)) if e.box.intersect(first)), None)
+    found = next((e for e in single_extents(locate(first), first) if e.box.intersect(first)), None)
     return (
         row_major(first.shape) if found is None else tuple(map(abs, found.strides))
     )  # reading reports what is missing

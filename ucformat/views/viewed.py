@@ -256,7 +256,10 @@ class Viewed:
             order = in_order(formula)[1]
             return [whole] if order is None else mapped(clipped([order, *[None] * (len(box.shape) - 1)], box), [whole])
         runs = clipped(formula.axes, box)
-        return mapped(runs, single_extents(self.of_view(formula.inputs[0], source_box(runs)))) if all(runs) else []
+        if not all(runs):
+            return []
+        box = source_box(runs)
+        return mapped(runs, single_extents(self.of_view(formula.inputs[0], box), box))
 
     def _is_scattered(self, key: Key, formula: Formula) -> bool:
         if key not in self._scattered:
@@ -264,7 +267,7 @@ class Viewed:
         return self._scattered[key]
 
     def _single_extents(self, key: Key, within: Box) -> Iterator[Extent]:
-        return single_extents(self._source_extents(key, within))
+        return single_extents(self._source_extents(key, within), within)
 
     def records(self) -> Iterator[FileRecord]:
         """Nothing: a view has no files of its own."""
