@@ -32,16 +32,16 @@ _WORK = """
 import json, re, sys, time
 import ucformat
 name, sources, target, options = json.loads(sys.argv[1])
-begun = time.perf_counter()
+begun, worked = time.perf_counter(), time.process_time()
 if name == "average":
     ucformat.average(sources, target, overwrite=True, **options)
 elif name == "convert":
     ucformat.convert(sources[0], target, overwrite=True)
 else:
     ucformat.merge(name, sources, target, overwrite=True, **options)
-seconds = time.perf_counter() - begun
+seconds, worked = time.perf_counter() - begun, time.process_time() - worked
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
-print(json.dumps([seconds, peak / 1e3]))
+print(json.dumps([seconds, worked, peak / 1e3]))
 """
 
 
@@ -60,13 +60,13 @@ def write_inputs(folder: Path, dtype: Any) -> list[Path]:
     return places
 
 
-def combined(name: str, sources: list[Path], target: Path, **options: Any) -> tuple[float, float]:
-    """The seconds of one run, and the peak of its process in MB."""
+def combined(name: str, sources: list[Path], target: Path, **options: Any) -> tuple[float, float, float]:
+    """The seconds of one run, those of the processor, and the peak of its process in MB."""
     given = json.dumps([name, list(map(str, sources)), str(target), options])
     environment = {**os.environ, "UCP_CATALOG": "none", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run([ours(), "-c", _WORK, given], check=True, stdout=subprocess.PIPE, env=environment)
-    seconds, peak = json.loads(done.stdout)
-    return seconds, peak
+    seconds, worked, peak = json.loads(done.stdout)
+    return seconds, worked, peak
 
 
 def read_raw(sources: list[Path]) -> float:
@@ -90,11 +90,12 @@ def main() -> None:
     memory = Path(tempfile.mkdtemp(prefix="ucp-bench-", dir="/dev/shm"))
     try:
         lines, wanted = measured(memory)
+        load = ", ".join(f"{n:.1f}" for n in os.getloadavg())
+        print(f"{INPUTS} models with one tensor of {VOCAB:,} x {HIDDEN:,} each; {ROUNDS} run; load average {load}.\n")
         print(
-            f"{INPUTS} models with one tensor of {VOCAB:,} x {HIDDEN:,} each; medians of {ROUNDS} runs; load average "
+            table(["", "inputs", "seconds", "of processors", "input MB/s", "raw read, s", "÷ raw", "peak, MB"], lines)
+            + "\n"
         )
-        print(f"{', '.join(f'{load:.1f}' for load in os.getloadavg())}.\n")
-        print(table(["", "inputs", "seconds", "input MB/s", "raw read, s", "÷ raw", "peak, MB"], lines) + "\n")
         print(targets(*wanted))
     finally:
         shutil.rmtree(memory)
@@ -119,20 +120,19 @@ def measured(memory: Path) -> tuple[list[list[str]], list[tuple[str, str, float]
                     ("convert", places[:1], {}),
                     ("task-arithmetic", places[1:], base),
                     ("slerp", places[:2], {}),
-                    ("ties", places[1:3], base),  # it reads them four times
+                    ("ties", places[1:], base),  # it reads them three times, or four
                     ("dare", places[1:], {**base, "density": 0.5, "seed": 0}),
                 ]
             for method, sources, options in runs:
                 read = sources + ([places[0]] if options.get("base") else [])
                 nbytes = sum(f.stat().st_size for place in read for f in place.rglob("*") if f.is_file())
                 found = [combined(method, sources, memory / "out", **options) for _ in range(ROUNDS)]
-                seconds, peak = median([s for s, _ in found]), max(p for _, p in found)
+                seconds, worked, peak = *(median([f[n] for f in found]) for n in (0, 1)), max(f[2] for f in found)
                 raw = median([read_raw(read) for _ in range(ROUNDS)])
                 what = f"{len(read)} {kind}, {name}"
                 speed = f"{nbytes / seconds / 1e6:,.0f}"
-                lines.append(
-                    [f"`{method}`", what, f"{seconds:.2f}", speed, f"{raw:.2f}", f"{seconds / raw:.1f}", f"{peak:.0f}"]
-                )
+                cells = [f"{seconds:.2f}", f"{worked:.2f}", speed, f"{raw:.2f}", f"{seconds / raw:.1f}", f"{peak:.0f}"]
+                lines.append([f"`{method}`", what, *cells])
                 print(lines[-1], file=sys.stderr)
                 if method != "convert":
                     wanted.append((f"peak of `{method}`, {what}, MB", f"<= {MOST_MB}", peak))
