@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ucformat.errors import UcformatError, UnsafeError, UnsupportedError
-from ucformat.storage.in_place import InPlaceFile, local_store
+from ucformat.errors import UcformatError, UnsafeError
+from ucformat.storage.in_place import InPlaceFile, way_of
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 
@@ -30,11 +30,7 @@ def test_writers_in_any_order_write_one_file(seed: int, tmp_path: Path) -> None:
     files = [InPlaceFile(store, "data/w/f", SIZE) for store in stores]
     for number, (start, stop) in enumerate(parts):
         file = files[number % 3]
-        if number % 2:
-            file.write(start, data[start:stop])
-        else:
-            middle = chance.randrange(start, stop)
-            file.write(start, data[start:stop], [(middle - start, stop - start), (0, middle - start)])
+        file.write(start, data[start:stop])
     for file, store in zip(files, stores, strict=True):
         file.close()
         store.flush()
@@ -68,7 +64,6 @@ def test_a_file_of_another_size_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_bytes() == b"12345"
 
 
-def test_other_stores_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="no folder of a file system") as caught:
-        local_store(MemoryStore("in-place"))
-    assert "ucp convert --weights safetensors" in str(caught.value.hint)
+def test_how_files_of_a_store_are_written() -> None:
+    assert way_of(LocalStore("x")) == ("in place", None)
+    assert way_of(MemoryStore("in-place")) == ("whole", None)

@@ -110,15 +110,15 @@ def train(folder: Path, kind: str) -> Any:
 def killed(folder: Path, victim: int, after: int) -> Any:
     """One rank is killed while it writes."""
     state = cut(5, [dist.get_world_size()])
-    state["large"] = distribute_tensor(
-        torch.ones(64, 50_000), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(1)]
-    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for dim, name in enumerate(("rows", "columns")):
+        state[name] = distribute_tensor(torch.ones(66, 50_000), mesh, [Shard(dim)])
     written = 0
     before = InPlaceFile.write
 
-    def write(self: Any, offset: int, data: Any, runs: Any = ()) -> None:
+    def write(self: Any, offset: int, data: Any) -> None:
         nonlocal written
-        before(self, offset, data, runs)
+        before(self, offset, data)
         written += 1
         if dist.get_rank() == victim and written == after:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -138,7 +138,6 @@ def refused(folder: Path) -> Any:
     mesh = init_device_mesh("cpu", (world,))
     good = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])
     for url, state in (
-        ("memory://x", {"w": good}),
         (str(folder / "a"), {"only": 3}),
         (str(folder / "b"), {"w": torch.ones(3, dtype=torch.complex128)}),
         (str(folder / "c"), {"w": good, "r": torch.ones(4) * dist.get_rank()}),

@@ -136,6 +136,35 @@ class PlacedTensor:
             box = Box(start, tuple(min(e, n - a) for e, n, a in zip(edges, shape, start, strict=True)))
             yield self.first + sum(i * s for i, s in zip(at, row_major(grid), strict=True)), box
 
+    def blocks_around(self, box: Box) -> range:
+        """The numbers from the first to the last block that intersects a box, and those between them.
+
+        Args:
+            box: the box, with elements.
+        """
+
+        def number(index: Sequence[int]) -> int:
+            return sum(i // e * s for i, e, s in zip(index, self.edges, row_major(self.grid), strict=True))
+
+        return range(self.first + number(box.start), self.first + number([n - 1 for n in box.stop]) + 1)
+
+    def boxes(self, blocks: range) -> Iterator[Box]:
+        """Boxes that together are the blocks of this tensor in a range, in the order of the file.
+
+        Args:
+            blocks: consecutive numbers, perhaps of other blocks, too.
+        """
+        first, stop = (min(max(n - self.first, 0), self.count) for n in (blocks.start, blocks.stop))
+        if first >= stop:
+            return
+        shape, edges, grid = self.info.shape, self.edges, self.grid
+        step = stop - first if grid[:1] == (self.count,) else 1  # only the first dim is cut
+        for number in range(first, stop, step):
+            at = np.unravel_index(number, grid) if grid else ()
+            start = tuple(int(i) * e for i, e in zip(at, edges, strict=True))
+            most = (edges[0] * step, *edges[1:]) if grid else ()
+            yield Box(start, tuple(min(e, n - a) for e, n, a in zip(most, shape, start, strict=True)))
+
     def rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Of all blocks the first index, the shape, the byte of the file, and the bytes."""
         ndim, edges = len(self.edges), np.array(self.edges, np.int64)

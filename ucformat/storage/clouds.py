@@ -29,6 +29,7 @@ __all__ = [
     "SCHEMES",
     "Options",
     "Place",
+    "boto_client",
     "boto_session",
     "connect",
     "keys_in_environment",
@@ -57,6 +58,13 @@ _METADATA = ("169.254.0.0/16", "fd00:ec2::/32")  # of EC2 instances; not reached
 _AWS_URLS = ("AWS_ENDPOINT_URL_STS", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT")
 _SERVICE = re.compile(r"(AWS|AZURE|GOOGLE|HF|STORAGE)_\w*(ENDPOINT|REGION|ACCOUNT|BASE_URL|EMULATOR)")
 _SAS = ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN")
+#: Settings of obstore for which boto3 has other ones, or none.
+_NOT_BOTO = (
+    *("AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID", "AWS_SSE_BUCKET_KEY_ENABLED", "AWS_SSE_CUSTOMER_KEY_BASE64"),
+    *("AWS_REQUEST_PAYER", "AWS_S3_EXPRESS", "AWS_CHECKSUM_ALGORITHM", "AWS_TOKEN"),
+)
+_TRUE = ("1", "true", "on", "yes", "y")
+_BOTO_CONNECT, _BOTO_READ = 10, 30  # seconds, as below
 _CONNECT, _READ, _TOTAL = "10s", "30s", "300s"  # time-outs: to connect; between parts of a body; of a request
 
 
@@ -236,6 +244,42 @@ def s3_settings(options: Options) -> tuple[str, str | None, Any]:
         region or (session.region_name if session else None) or ("us-east-1" if endpoint else None),
         session,
     )
+
+
+def boto_client(options: Options) -> Any:
+    """A client of boto3 that reaches S3 as that of `connect` does.
+
+    Args:
+        options: endpoint, region, and limits of retries.
+
+    Returns:
+        The client; None if there is no boto3, or it does not know a setting of obstore's, or finds no credentials.
+    """
+    endpoint, region, session = s3_settings(options)
+    if any(os.environ.get(name) for name in _NOT_BOTO):
+        return None
+    try:
+        import boto3
+        from botocore import UNSIGNED
+        from botocore.config import Config
+    except ImportError:
+        return None
+    session = session or boto3.Session()
+    unsigned = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in _TRUE
+    if not unsigned and session.get_credentials() is None:
+        return None
+    virtual = os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() in _TRUE
+    config = Config(
+        connect_timeout=_BOTO_CONNECT,
+        read_timeout=_BOTO_READ,
+        retries={"total_max_attempts": options.retries + 1, "mode": "standard"},
+        s3={"addressing_style": "virtual" if virtual else "path"},
+        ignore_configured_endpoint_urls=True,
+        request_checksum_calculation="when_required",  # other services than Amazon's may not know them
+        response_checksum_validation="when_required",
+        **({"signature_version": UNSIGNED} if unsigned else {}),
+    )
+    return session.client("s3", endpoint_url=endpoint or None, region_name=region, config=config)
 
 
 def keys_in_environment() -> bool:

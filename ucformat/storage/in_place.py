@@ -1,46 +1,40 @@
-"""Files on a file system that several processes write at once, each its own bytes of a file whose size is known.
+"""Files that several processes write together, each its own parts of a file whose size is known.
 
-Such a file has its name from the beginning, so it must be below something that is not visible yet, such as an attempt.
+On a file system such a file has its name from the beginning, so it must be below something that is not visible yet,
+such as an attempt.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING, Self
+import threading
+from contextlib import ExitStack
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, Self
 
-from ucformat.errors import UcformatError, UnsupportedError
+from ucformat.errors import UcformatError, UsageError
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.folders import with_parents
 from ucformat.storage.local import LocalStore
 from ucformat.storage.local_files import Descriptor, start_writeback
+from ucformat.storage.objects import ObjectStore
+from ucformat.storage.upload import unit_for
+from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from ucformat.storage.base import Bytes, Store
+    from ucformat.storage.base import Bytes, Store, Writer
+    from ucformat.storage.multipart import Multipart
 
-__all__ = ["InPlaceFile", "local_store"]
+__all__ = ["InPlaceFile", "PartsWriter", "Way", "way_of"]
+
+#: How files are written together: by positional writes, in parts of an upload, or each file by one process.
+Way = Literal["in place", "parts", "whole"]
 
 _WRITEBACK = 32 << 20  # bytes after which write-back starts
-
-
-def local_store(store: Store) -> LocalStore:
-    """The store, if its files can be written in place.
-
-    Args:
-        store: the store.
-
-    Raises:
-        UnsupportedError: it is no folder of a file system.
-    """
-    if not isinstance(store, LocalStore):
-        raise UnsupportedError(
-            f"{store.url} is no folder of a file system, and so its files are not written in place by several ranks",
-            hint='save with form="zarr", and then `ucp convert --weights safetensors`; or save to a file system',
-        )
-    return store
 
 
 class InPlaceFile:
@@ -69,21 +63,18 @@ class InPlaceFile:
                 raise UcformatError(f"{self._path} is not the file that was to be written", hint="save again")
             os.ftruncate(self._file.fd, nbytes)  # it has this size, or none
 
-    def write(self, offset: int, data: Bytes, runs: Sequence[tuple[int, int]] = ()) -> None:
+    def write(self, offset: int, data: Bytes) -> None:
         """Write bytes.
 
         Args:
             offset: of the first one in the file.
             data: the bytes.
-            runs: if only some of them are written: the first byte of each run, and the byte after its last one.
         """
-        view, fd, pwrite = memoryview(data).cast("B"), self._file.fd, os.pwrite
+        view, done = memoryview(data).cast("B"), 0
         with mapping_os_errors("write", str(self._path)):
-            for start, stop in runs or ((0, len(view)),):  # there may be many, of few bytes
-                at = start
-                while at < stop:
-                    at += pwrite(fd, view[at:stop], offset + at)
-                self._unsynced += stop - start
+            while done < len(view):
+                done += os.pwrite(self._file.fd, view[done:], offset + done)
+        self._unsynced += done
         if self._unsynced >= _WRITEBACK:
             start_writeback(self._file.fd)
             self._unsynced = 0
@@ -104,3 +95,90 @@ class InPlaceFile:
             self.close()
         else:
             self._file.close()
+
+
+def way_of(store: Store) -> tuple[Way, Multipart | None]:
+    """How files of a store are written together, and the uploads if it is in parts of these.
+
+    Args:
+        store: the store.
+    """
+    if isinstance(store, LocalStore):
+        return "in place", None
+    while isinstance(store, WrappedStore) and store.url == store.inner.url:  # the keys are the same
+        store = store.inner
+    uploads = store.multipart() if isinstance(store, ObjectStore) else None
+    return "whole" if uploads is None else "parts", uploads
+
+
+class PartsWriter:
+    """Writes one process's parts of files that several processes write together.
+
+    As a context manager, it closes on success: then what it has written is durable after the next `flush` of the store,
+    and files that are written whole are visible.
+
+    Args:
+        store: the store.
+        files: the key and the size of each file.
+        way: how they are written; if whole, all parts of a file are written in order, and one file after the other.
+        uploads: the id of each file's upload, if it is in parts.
+
+    Attributes:
+        etags: of parts of uploads: the ETag of each, by file and part.
+    """
+
+    def __init__(self, store: Store, files: Sequence[tuple[str, int]], way: Way, uploads: Sequence[str] = ()) -> None:
+        self.etags: dict[tuple[int, int], str] = {}
+        self._store, self._files, self._way, self._uploads = store, files, way, uploads
+        self._lock, self._stack = threading.Lock(), ExitStack()
+        self._opened: dict[int, InPlaceFile] = {}
+        self._writing: tuple[int, Writer] | None = None
+
+    def write(self, file: int, part: int, begin: int, data: Bytes) -> None:
+        """Write a part; unless files are written whole, several threads may do so at once.
+
+        Args:
+            file: the number of the file.
+            part: the number of the part in the file, if it is one of an upload.
+            begin: the byte of the file at which it begins.
+            data: the bytes.
+
+        Raises:
+            UsageError: this process cannot write parts of uploads, although the one that began them can.
+        """
+        key, nbytes = self._files[file]
+        if self._way == "parts":
+            self.etags[file, part] = self._multipart.put(key, self._uploads[file], part, data)
+        elif self._way == "in place":
+            self._in_place(file).write(begin, data)
+        else:
+            if self._writing is None or self._writing[0] != file:
+                self._stack.close()
+                self._writing = (file, self._stack.enter_context(self._store.create(key, unit_for(nbytes))))
+            self._writing[1].write(data)
+
+    @cached_property
+    def _multipart(self) -> Multipart:
+        _, uploads = way_of(self._store)
+        if uploads is None:
+            raise UsageError(
+                f"{self._store.url}: this rank cannot write parts of uploads, and rank 0 can",
+                hint="install boto3 on all ranks or on none, and give them the same environment",
+            )
+        return uploads
+
+    def _in_place(self, file: int) -> InPlaceFile:
+        with self._lock:
+            if file not in self._opened:
+                key, nbytes = self._files[file]
+                assert isinstance(self._store, LocalStore)  # noqa: S101 - it is written in place
+                self._opened[file] = self._stack.enter_context(InPlaceFile(self._store, key, nbytes))
+            return self._opened[file]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError, UnsupportedError
 from ucformat.storage import strided
 from ucformat.storage.base import HIDDEN, Checksums, Costs, Info, Store, check_key, check_range, content_version
-from ucformat.storage.clouds import Options, connect, parse, service
+from ucformat.storage.clouds import Options, boto_client, connect, parse, service
 from ucformat.storage.concurrency import RequestBudget
 from ucformat.storage.error_mapping import map_object_error, retry
+from ucformat.storage.multipart import Multipart
 from ucformat.storage.upload import ObjectWriter, put_on_condition
 
 if TYPE_CHECKING:
@@ -229,6 +230,11 @@ class ObjectStore(Store):
         self._check_writable()
         check_key(key)
         return ObjectWriter(self._client, key, self._name(key), unit, self._options.deadline)
+
+    def multipart(self) -> Multipart | None:
+        """Uploads of which several processes put parts; None if this store or its configuration has none."""
+        client = boto_client(self._options) if self._place.cloud == "s3" else None
+        return None if client is None else Multipart(client, self._place)
 
     def flush(self) -> None:
         """Do nothing: an object is durable when its upload is closed."""

@@ -1,31 +1,36 @@
-"""The safetensors form: weights are written in place in files that other tools load, everything else as arrays.
+"""The safetensors form: weights are written in files that other tools load, everything else as arrays.
 
-The ranks plan both parts one after the other: who writes which box of a weight as in the packed form, without sending
-elements, and the arrays as in the Zarr form. The place of each weight follows from the list of all weights, which rank
-0 tells the others. A rank sums the checksum of a block over the bytes that it writes, as if all others were zeros:
-since a CRC is linear, those of all ranks together are that of the block.
+The ranks plan both parts one after the other: who provides which box of a weight as in the packed form, and the arrays
+as in the Zarr form. The place of each weight follows from the list of all weights, which rank 0 tells the others. On a
+file system a weight whose boxes are ranges of the file is written by those that provide them. Of any other weight, and
+on object stores of all, ranks send each other what belongs to a part of a file, and one of them writes it.
+
+A rank sums the checksum of a block over the bytes that it writes, as if all others were zeros: since a CRC is linear,
+those of all ranks together are that of the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ucformat.errors import IntegrityError, UsageError
+from ucformat.errors import IntegrityError, UcformatError, UsageError
 from ucformat.exporters.base import weights_of
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.jobs.weight_files import WeightFiles, weights_folder
 from ucformat.storage.crc import CRC32C_SHIFT
-from ucformat.storage.in_place import InPlaceFile, local_store
-from ucformat.storage.strided import checksum
+from ucformat.storage.in_place import PartsWriter, Way, way_of
+from ucformat.storage.strided import checksum, copy
 from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.parts import ListedBoxes, PartPlan, PartPlanner, Providers, owners_of, parts_of
 from ucformat.torch.saving.plan import Held, plan_save
-from ucformat.torch.state.elements import copy_common, dense_elements, elements_within, row_major_bytes
+from ucformat.torch.saving.write import exchange, sidecar_of
+from ucformat.torch.state.elements import elements_within, row_major_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,13 +39,24 @@ if TYPE_CHECKING:
 
     from ucformat.format.commit import Attempt
     from ucformat.geometry.box import Box
-    from ucformat.jobs.weight_files import PlacedTensor
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.assignment import GlobalPlan
+    from ucformat.torch.saving.assignment import Fragment, GlobalPlan, ShardTask
     from ucformat.torch.saving.options import SaveOptions
+    from ucformat.torch.state.elements import Elements
 
-__all__ = ["InPlace", "block_crcs", "plan_in_place", "split", "write_in_place"]
+__all__ = [
+    "InPlace",
+    "WrittenParts",
+    "abort_uploads",
+    "block_crcs",
+    "complete_uploads",
+    "plan_in_place",
+    "split",
+    "write_in_place",
+]
+
+_SENT_AT_ONCE = 4  # parts of uploads
 
 
 class InPlace(NamedTuple):
@@ -48,24 +64,53 @@ class InPlace(NamedTuple):
 
     Attributes:
         held: what this rank holds of them.
-        pieces: the (item, piece) that it writes.
+        pieces: the (item, piece) that it writes itself.
         files: the files of all ranks.
+        exchanged: what it writes and sends of other weights.
+        infos: all weights.
+        way: how the files are written.
+        uploads: the id of each file's upload, if they are written in parts.
         plan: of all ranks, on rank 0.
     """
 
     held: Held
     pieces: tuple[tuple[int, int], ...]
     files: WeightFiles
-    plan: GlobalPlan | None
+    exchanged: PartPlan
+    infos: tuple[TensorInfo, ...]
+    way: Way
+    uploads: tuple[str, ...] = ()
+    plan: GlobalPlan | None = None
+
+
+@message
+class WrittenParts:
+    """What some ranks have written.
+
+    Attributes:
+        sums: of each part of a block: the number of the block, the bytes, and what they contribute to its checksum, as
+            three integers of 32 bits.
+        etags: of parts of uploads: the number of the file, of the part, and its ETag.
+    """
+
+    sums: bytes = b""
+    etags: tuple[tuple[int, int, str], ...] = ()
+
+    def __add__(self, other: WrittenParts) -> WrittenParts:
+        return WrittenParts(self.sums + other.sums, self.etags + other.etags)
 
 
 @message
 class _Weights:
-    """All weights in the order of the files, the tied names, and the folder."""
+    """All weights in the order of the files, who provides them, the tied names, the folder, and how it is written."""
 
     infos: tuple[TensorInfo, ...]
+    described: bytes
+    listed: tuple[ListedBoxes, ...]
     tied: Mapping[str, str]
     folder: str
+    way: Way
+    uploads: tuple[str, ...]
 
 
 def split(held: Held) -> tuple[Held, Held]:
@@ -111,6 +156,7 @@ def plan_in_place(
     part = group.for_call(group.call)
     part.cache = group.cache.setdefault("weights", {})
     assignment, _, plan = plan_save(part, replace(options, form="packed"), store, weights, attempt)
+    begun: list[tuple[str, str]] = []
 
     def answer(tied: Mapping[str, str]) -> _Weights:
         assert plan is not None  # noqa: S101 - rank 0 has them
@@ -122,91 +168,137 @@ def plan_in_place(
             named = f"{min(both)} is" if both else "masters are"
             raise UsageError(f"{named} a weight on some ranks, and on others there is another weight", hint=_OTHER)
         folder = weights_folder(assignment.attempt, {i.state for i in others.infos})
-        WeightFiles(plan.infos, tied, folder)  # raises if there can be none
-        return _Weights(plan.infos, tied, folder)
+        files = WeightFiles(plan.infos, tied, folder)  # raises if there can be none
+        way, uploads = way_of(store)
+        for file in files.files if uploads is not None else ():
+            assert uploads is not None  # noqa: S101 - see above
+            begun.append((file.key, uploads.begin(file.key)))
+        described = sidecar_of(replace(plan, tensors=(), items=(), pieces=(), begins=()), f"data/{assignment.attempt}")
+        return _Weights(plan.infos, described, _listed(plan), tied, folder, way, tuple(upload for _, upload in begun))
 
-    found: _Weights = group.combine(weights.aliases, lambda a, b: {**b, **a}, Mapping[str, str], answer, _Weights)
-    return InPlace(weights, assignment.part.pieces, WeightFiles(found.infos, found.tied, found.folder), plan)
+    try:
+        found: _Weights = group.combine(weights.aliases, lambda a, b: {**b, **a}, Mapping[str, str], answer, _Weights)
+        with group.sharing_errors():
+            return _planned(group, weights, assignment.part.pieces, found, plan)
+    except BaseException:
+        _abort(store, begun)
+        raise
 
 
 _OTHER = 'save with form="zarr" or form="packed"'
 
 
-def write_in_place(store: Store, weights: InPlace, rank: int, progress: Callable[[int], None]) -> bytes:
-    """Write this rank's part of the files; rank 0 also writes their headers, and the index.
+def _listed(plan: GlobalPlan) -> tuple[ListedBoxes, ...]:
+    """Who provides the weights that ranks cannot describe."""
+    found: dict[TensorInfo, list[tuple[int, Box]]] = {tensor.info: [] for tensor in plan.tensors}
+    for rank, (pieces, items) in enumerate(zip(plan.pieces, plan.items, strict=True)):
+        for item, piece in pieces:
+            info, box = items[item].info, items[item].boxes[piece]
+            if box.size:
+                found[info].append((rank, box))
+    return tuple(ListedBoxes(tuple(r for r, _ in of), tuple(b for _, b in of)) for of in found.values())
+
+
+def _planned(
+    group: Group, held: Held, pieces: Sequence[tuple[int, int]], found: _Weights, plan: GlobalPlan | None
+) -> InPlace:
+    """The plan of this rank, which writes the pieces, or sends them to others."""
+    files = WeightFiles(found.infos, found.tied, found.folder)
+    providers = Providers(found.infos, found.described, found.listed)
+    number = {info.key: n for n, info in enumerate(found.infos)}
+    own = {info.key for n, info in enumerate(found.infos) if found.way == "in place" and providers.contiguous(n)}
+    chosen = np.full(files.count, found.way != "in place")
+    for key, placed in files.tensors.items():
+        chosen[placed.first : placed.first + placed.count] = key not in own
+    parts = parts_of(files, chosen)
+    owners = owners_of(parts, group.size, len(files.files) if found.way == "whole" else None)
+    mine: list[tuple[int, int]] = []
+    provided: dict[tuple[int, Box], tuple[int, int]] = {}
+    for item, piece in pieces:
+        key, box = held.items[item].info.key, held.items[item].boxes[piece]
+        if key in own:
+            mine.append((item, piece))
+        elif box.size:
+            provided[number[key], box] = (item, piece)
+    planner = PartPlanner(files, found.infos, providers, parts, owners)
+    exchanged = planner.plan(group.rank, provided)
+    return InPlace(held, tuple(mine), files, exchanged, found.infos, found.way, found.uploads, plan)
+
+
+def write_in_place(
+    store: Store, weights: InPlace, group: Group, progress: Callable[[int], None], threads: int = 1
+) -> WrittenParts:
+    """Write this rank's part of the files; on a file system rank 0 also writes their headers, and the index.
 
     Args:
         store: of the checkpoint.
         weights: the plan.
-        rank: the rank.
+        group: the ranks.
         progress: called with the bytes of each write.
-
-    Returns:
-        Of each part of a block that it has written: the number of the block, the bytes, and what they contribute to its
-        checksum, as three integers of 32 bits.
+        threads: how many threads write parts of files on a file system.
     """
-    place, files = local_store(store), weights.files
-    opened: dict[int, InPlaceFile] = {}
-    sums: list[tuple[int, int, int]] = []
-    band = np.empty(0, np.uint8)
+    files, (parts, batches, messages) = weights.files, weights.exchanged
+    targets = [(file.key, file.nbytes) for file in files.files]
+    fixed = {block.number: block for block in files.fixed}
+    threads = {"in place": threads, "parts": _SENT_AT_ONCE, "whole": 1}[weights.way]
 
-    with ExitStack() as stack:
+    def elements(f: Fragment) -> Elements:
+        return elements_within(weights.held.elements(f.item, f.piece), weights.held.items[f.item].boxes[f.piece], f.box)
 
-        def file_of(number: int) -> InPlaceFile:
-            if number not in opened:
-                planned = files.files[number]
-                opened[number] = stack.enter_context(InPlaceFile(place, planned.key, planned.nbytes))
-            return opened[number]
+    with PartsWriter(store, targets, weights.way, weights.uploads) as out:
 
-        for fixed in files.fixed if rank == 0 else ():
-            file_of(fixed.file).write(0, fixed.data)
-            sums.append((fixed.number, len(fixed.data), _linear(memoryview(fixed.data), 0)))
-            progress(len(fixed.data))
-        for item, piece in weights.pieces:
-            info, box = weights.held.items[item].info, weights.held.items[item].boxes[piece]
-            placed, elements = files.tensors[info.key], weights.held.elements(item, piece)
-            for number, block in placed.blocks(box):
-                common = box.intersect(block)
-                assert common is not None  # noqa: S101 - it is one of those that intersect
-                nbytes, whole = common.size * info.itemsize, block.size * info.itemsize
-                begin, part = placed.at(block.start), elements_within(elements, box, common)
-                run = _run(common, placed)
-                if run == common.size:
-                    data, at = row_major_bytes(part), placed.at(common.start)
-                    file_of(placed.file).write(at, data.data)
-                    sums.append((number, nbytes, _linear(data.data, begin + whole - at - nbytes)))
-                else:
-                    if band.size < whole:
-                        band = np.empty(whole, np.uint8)
-                    room = band[:whole]
-                    room[:] = 0
-                    copy_common(part, common, dense_elements(block.shape, room, info.itemsize), block)
-                    sums.append((number, nbytes, _linear(room.data, 0)))
-                    starts = [start - begin for start in _run_starts(common, placed, run)]
-                    file_of(placed.file).write(begin, room.data, [(a, a + run * info.itemsize) for a in starts])
-                progress(nbytes)
-    return np.array(sums, "<u4").tobytes()
+        def write(task: ShardTask, found: Sequence[Elements]) -> list[tuple[int, int, int]]:
+            part = parts[task.tensor]
+            raw, filled = np.empty(part.nbytes, np.uint8), 0
+            if part.blocks.start in fixed:
+                data = fixed[part.blocks.start].data
+                raw[: len(data)], filled = np.frombuffer(data, np.uint8), len(data)
+            for f, source in zip(task.fragments, found, strict=True):
+                placed = files.tensors[weights.infos[f.tensor].key]
+                at = placed.at(f.box.start) - part.begin
+                copy(np.ndarray(source.shape, source.dtype, raw, at, placed.strides), source)
+                filled += source.nbytes
+            if filled != part.nbytes:
+                raise IntegrityError(f"the ranks provide {filled} of the {part.nbytes} bytes of a part of weights")
+            out.write(part.file, part.number, part.begin, raw.data)
+            progress(part.nbytes)
+            sums, begin = [], 0
+            first = files.numbers(part.file).start
+            for number, n in zip(part.blocks, sizes[part.file][part.blocks.start - first :], strict=False):
+                sums.append((number, n, _linear(raw[begin : begin + n].data, 0)))
+                begin += n
+            return sums
+
+        sizes = {file: files.block_sizes(file).tolist() for file in {part.file for part in parts}}
+        itemsizes = [info.itemsize for info in weights.infos]
+        sums = [s for of in exchange(group, itemsizes, batches, messages, elements, write, threads) for s in of]
+        if weights.way == "in place":
+            sums += _write_own(weights, out, progress, headers=not group.rank)
+    etags = tuple((file, part, tag) for (file, part), tag in out.etags.items())
+    return WrittenParts(np.array(sums, "<u4").tobytes(), etags)
 
 
-def _run(box: Box, placed: PlacedTensor) -> int:
-    """How many elements of a box follow each other in the file."""
-    run = 1
-    for n, edge in zip(reversed(box.shape), reversed(placed.info.shape), strict=True):
-        run *= n
-        if n != edge:
-            break
-    return run
-
-
-def _run_starts(box: Box, placed: PlacedTensor, run: int) -> list[int]:
-    """The byte of the file at which each run of a box begins."""
-    offsets, size = np.array(placed.at(box.start), np.int64), box.size
-    for n, stride in zip(box.shape, placed.strides, strict=True):
-        if size <= run:
-            break
-        offsets = offsets[..., None] + np.arange(n) * stride
-        size //= n
-    return [int(start) for start in offsets.reshape(-1)]
+def _write_own(
+    weights: InPlace, out: PartsWriter, progress: Callable[[int], None], *, headers: bool
+) -> list[tuple[int, int, int]]:
+    """Write the pieces that are ranges of a file, and the headers."""
+    files, sums = weights.files, []
+    for fixed in files.fixed if headers else ():
+        out.write(fixed.file, 0, 0, fixed.data)
+        sums.append((fixed.number, len(fixed.data), _linear(memoryview(fixed.data), 0)))
+        progress(len(fixed.data))
+    for item, piece in weights.pieces:
+        info, box = weights.held.items[item].info, weights.held.items[item].boxes[piece]
+        placed, elements = files.tensors[info.key], weights.held.elements(item, piece)
+        for number, block in placed.blocks(box):
+            common = box.intersect(block)
+            assert common is not None  # noqa: S101 - it is one of those that intersect
+            data, at = row_major_bytes(elements_within(elements, box, common)), placed.at(common.start)
+            out.write(placed.file, 0, at, data.data)
+            after = placed.at(block.start) + block.size * info.itemsize - at - data.nbytes
+            sums.append((number, data.nbytes, _linear(data.data, after)))
+            progress(data.nbytes)
+    return sums
 
 
 def _linear(data: memoryview, after: int) -> int:
@@ -224,7 +316,7 @@ def block_crcs(files: WeightFiles, sums: bytes) -> NDArray[np.uint32]:
 
     Args:
         files: the files.
-        sums: of all ranks, as from `write_in_place`.
+        sums: of all ranks, as in `WrittenParts`.
 
     Raises:
         IntegrityError: bytes of a block were written by no rank.
@@ -240,3 +332,40 @@ def block_crcs(files: WeightFiles, sums: bytes) -> NDArray[np.uint32]:
         )
     each, which = np.unique(sizes, return_inverse=True)
     return crcs ^ np.array([_zeros(n) for n in each.tolist()], np.uint32)[which]
+
+
+def complete_uploads(store: Store, weights: InPlace, etags: Sequence[tuple[int, int, str]]) -> None:
+    """Make the files visible that were written in parts of uploads, if any; rank 0 calls this before the commit.
+
+    Args:
+        store: of the checkpoint.
+        weights: the plan.
+        etags: of all parts, as in `WrittenParts`.
+
+    Raises:
+        UcformatError: an upload was not completed.
+    """
+    found = {(file, part): tag for file, part, tag in etags}
+    _, uploads = way_of(store) if weights.uploads else (None, None)
+    for number, (file, upload) in enumerate(zip(weights.files.files, weights.uploads, strict=False)):
+        assert uploads is not None  # noqa: S101 - they were begun
+        parts = [part.number for part in weights.exchanged.parts if part.file == number]
+        uploads.complete(file.key, upload, [found[number, part] for part in parts], file.nbytes)
+
+
+def abort_uploads(store: Store, weights: InPlace) -> None:
+    """Discard the uploads of a save that failed, if there are any.
+
+    Args:
+        store: of the checkpoint.
+        weights: the plan.
+    """
+    _abort(store, [(f.key, upload) for f, upload in zip(weights.files.files, weights.uploads, strict=False)])
+
+
+def _abort(store: Store, begun: Sequence[tuple[str, str]]) -> None:
+    _, uploads = way_of(store) if begun else (None, None)
+    for key, upload in begun:
+        with suppress(UcformatError):  # what remains is invisible; the error of the save is the one to report
+            assert uploads is not None  # noqa: S101 - they were begun
+            uploads.abort(key, upload)

@@ -35,7 +35,7 @@ from ucformat.schema.manifest import (
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import encode, message
-from ucformat.torch.saving.in_place import block_crcs
+from ucformat.torch.saving.in_place import WrittenParts, block_crcs
 from ucformat.torch.saving.rank_values import RankValues
 from ucformat.torch.saving.write import Leaves, sidecar_of
 
@@ -208,7 +208,7 @@ class WriteReport:
         states: what is the same on several ranks, by its digest.
         ranks: what is not.
         values: those that each rank has as its own.
-        sums: of the safetensors form: what `write_in_place` has returned.
+        parts: of the safetensors form: parts of files.
     """
 
     leaves: Leaves
@@ -216,7 +216,7 @@ class WriteReport:
     states: Mapping[bytes, StateInfo]
     ranks: tuple[RankReport, ...]
     values: RankValues
-    sums: bytes = b""
+    parts: WrittenParts = WrittenParts()
 
 
 def write_report(
@@ -227,7 +227,7 @@ def write_report(
     nbytes: int,
     seconds: float,
     stall: float,
-    sums: bytes = b"",
+    parts: WrittenParts = WrittenParts(),  # noqa: B008 - it is immutable
 ) -> WriteReport:
     """Return the report of one rank.
 
@@ -239,14 +239,14 @@ def write_report(
         nbytes: bytes that it wrote.
         seconds: that writing took.
         stall: seconds for which training was blocked.
-        sums: of the safetensors form: what `write_in_place` has returned.
+        parts: of the safetensors form: the parts of files that it wrote.
     """
     shared = StateInfo(
         (), {}, {}, state.groups, state.aliases, state.layout, state.engine, places=state.places
     )  # without what the plan or rank 0 has anyway
     digest = hashlib.sha256(encode(shared, StateInfo)).digest()[:16]
     mine, values = RankReport(rank, digest, nbytes, seconds, stall), RankValues.of(rank, state.ranks)
-    return WriteReport(leaves, objects, {digest: shared}, (mine,), values, sums)
+    return WriteReport(leaves, objects, {digest: shared}, (mine,), values, parts)
 
 
 def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
@@ -262,7 +262,7 @@ def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
         {**a.states, **b.states},
         (*a.ranks, *b.ranks),
         a.values.merged(b.values),
-        a.sums + b.sums,
+        a.parts + b.parts,
     )
 
 
@@ -298,7 +298,7 @@ def manifest_of(
             listed = zip(weights.plan.infos, weights.plan.paths, strict=True)
             in_files = [TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in listed]
             number = {info.key: n for n, info in enumerate(weights.plan.infos)}
-            sidecar = encode_columns(*weights.files.columns(number, block_crcs(weights.files, written.sums)))
+            sidecar = encode_columns(*weights.files.columns(number, block_crcs(weights.files, written.parts.sums)))
         grid = grid_doc(options.chunk_bytes, options.shard_bytes) if arrays or not in_files else None
         leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
         for key, at, found in written.leaves:

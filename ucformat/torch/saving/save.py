@@ -12,13 +12,19 @@ from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
 from ucformat.reading.garbage import gc_paused
-from ucformat.storage.in_place import local_store
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.assets import assets_of
 from ucformat.torch.saving.assignment import WriteItem
-from ucformat.torch.saving.in_place import plan_in_place, split, write_in_place
+from ucformat.torch.saving.in_place import (
+    WrittenParts,
+    abort_uploads,
+    complete_uploads,
+    plan_in_place,
+    split,
+    write_in_place,
+)
 from ucformat.torch.saving.manifest import (
     SaveMetadata,
     StateInfo,
@@ -115,11 +121,11 @@ def write_checkpoint(
     try:
         if plan is not None and options.form != "packed":
             arrays = options.arrays(plan.infos, assignment.attempt)
-        leaves, sums, nbytes = _write(held, in_place, options, assignment, store, group, progress, threads, arrays)
+        leaves, parts, nbytes = _write(held, in_place, options, assignment, store, group, progress, threads, arrays)
         now = time.monotonic()
         objects = {k: state.objects[k] for k in assignment.object_names}
         stall = state.stall or now - begun
-        written: Any = write_report(group.rank, state, leaves, objects, nbytes, now - planned, stall, sums)
+        written: Any = write_report(group.rank, state, leaves, objects, nbytes, now - planned, stall, parts)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         written = error
 
@@ -132,6 +138,8 @@ def write_checkpoint(
         assert attempt is not None  # noqa: S101 - rank 0 has both
         assert plan is not None  # noqa: S101
         nonlocal needed
+        if in_place is not None:
+            complete_uploads(store, in_place, all_written.parts.etags)
         manifest = manifest_of(store, options, metadata, attempt, plan, arrays, all_written, in_place)
         needed = True  # also if the commit is interrupted
         try:
@@ -144,6 +152,8 @@ def write_checkpoint(
     try:
         checkpoint: str = group.combine(written, merge_reports, WriteReport, committed, str, relay)
     except BaseException:
+        if attempt is not None and in_place is not None and not needed:
+            abort_uploads(store, in_place)
         if attempt is not None and group.intact and not needed:
             discard(store, attempt.id)
         raise
@@ -155,7 +165,6 @@ def _plan_in_place(
 ) -> tuple[Held, Assignment, Attempt | None, GlobalPlan | None, InPlace]:
     """Plan the safetensors form: what this rank holds besides weights, its plan, and that of weights."""
     with group.sharing_errors():
-        local_store(store)
         weights, others = split(held)
     assignment, attempt, plan = plan_save(group, options, store, others)
     try:
@@ -176,7 +185,7 @@ def _write(
     progress: Callable[[int], None],
     threads: int,
     every: Sequence[Array],
-) -> tuple[Leaves, bytes, int]:
+) -> tuple[Leaves, WrittenParts, int]:
     """Write this rank's part of the checkpoint, and make it durable; rank 0 has every array of the Zarr form.
 
     Returns:
@@ -191,14 +200,14 @@ def _write(
             progress(n)
 
     leaves: Leaves = []
-    sums = b""
+    parts = WrittenParts()
     if options.form == "packed":
-        parts = [
+        pieces = [
             (of.info, of.boxes[p], held.elements(item, p))
             for item, p in assignment.part.pieces
             for of in (held.items[item],)
         ]
-        write_packed(store, packed_file(f"data/{assignment.attempt}", group.rank), parts, wrote)
+        write_packed(store, packed_file(f"data/{assignment.attempt}", group.rank), pieces, wrote)
     else:
         arrays = assignment.arrays(options)
         leaves = write_shards(
@@ -220,9 +229,9 @@ def _write(
                 if not array.grid.count:  # no rank writes a shard of it
                     put_array(store, array)
     if in_place is not None:  # after the exchange, for which other ranks wait
-        sums = write_in_place(store, in_place, group.rank, wrote)
+        parts = write_in_place(store, in_place, group, wrote, threads)
     store.flush()
-    return leaves, sums, nbytes
+    return leaves, parts, nbytes
 
 
 _NO_METADATA = SaveMetadata()
@@ -261,8 +270,8 @@ def save(
         config: configuration of the training, JSON values.
         form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file per rank
             without communication, which can be opened alike, and which `ucp materialize` converts to arrays;
-            `safetensors`, on file systems, writes the weights to files that Hugging Face's tools load
-            (`Checkpoint.hf_url`), each rank its own ranges, and everything else as arrays.
+            `safetensors` writes the weights to files that Hugging Face's tools load (`Checkpoint.hf_url`), each rank
+            its own parts, and everything else as arrays.
         assets: a folder whose `config.json`, tokenizer and similar files are stored, too; in the safetensors form
             beside the weights, where the `config.json` of a model of transformers in the state is by default.
         overwrite: replace an existing checkpoint, which stays intact until the new one is committed.
@@ -283,7 +292,7 @@ def save(
     Raises:
         Conflict: a checkpoint exists at `url`.
         UsageError: an argument or a replica differs between ranks, or a value cannot be saved.
-        UnsupportedError: the safetensors form is not for object stores, or does not have a dtype.
+        UnsupportedError: the safetensors form does not have a dtype.
         CoverageError: no rank holds some part of a tensor.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.assignment import Fragment, GlobalPlan, ShardBatch, ShardTask, Transfer
     from ucformat.torch.state.elements import Elements, Memory
 
-__all__ = ["Leaves", "sidecar_of", "write_packed", "write_shards"]
+__all__ = ["Leaves", "exchange", "sidecar_of", "write_packed", "write_shards"]
+
+T = TypeVar("T")
 
 
 _DIRECT = 256 << 10  # bytes of a tile that is written from where it is; smaller ones are copied to be written together
@@ -169,10 +171,6 @@ def write_shards(
 ) -> Leaves:
     """Write this rank's shards, and send the fragments that other ranks need for theirs.
 
-    The next batch is received while one is written. At most two batches (or larger shards) of received data are in
-    memory, and of one message to send the fragments that are not row-major. A rank that fails to write continues to
-    receive and send, so that no other rank waits in vain, and raises at the end.
-
     Args:
         store: where the shards are written.
         group: the ranks.
@@ -186,30 +184,69 @@ def write_shards(
     Returns:
         the digests of the chunks of each shard that was written.
     """
+
+    def write(shard: ShardTask, parts: Sequence[Elements]) -> tuple[Key, tuple[int, ...], bytes]:
+        array = arrays[shard.tensor]
+        return array.info.key, shard.at, _write(store, array, shard, parts, progress)
+
+    return exchange(group, [a.info.itemsize for a in arrays], batches, messages, elements, write, threads)
+
+
+def exchange(
+    group: Group,
+    itemsizes: Sequence[int],
+    batches: Sequence[ShardBatch],
+    messages: Sequence[Transfer],
+    elements: Callable[[Fragment], Elements],
+    write: Callable[[ShardTask, Sequence[Elements]], T],
+    threads: int = 1,
+) -> list[T]:
+    """Send the fragments that other ranks write, and receive and write those that this rank writes.
+
+    The next batch is received while one is written. At most two batches (or larger shards) of received data are in
+    memory, and of one message to send the fragments that are not row-major. A rank that fails to write continues to
+    receive and send, so that no other rank waits in vain, and raises at the end.
+
+    Args:
+        group: the ranks.
+        itemsizes: of the tensors to which batches and messages refer by number.
+        batches: of this rank.
+        messages: what this rank sends, in order.
+        elements: returns the array of a fragment of this rank.
+        write: writes a shard, of whose fragments it gets the arrays.
+        threads: how many threads write the shards of a batch (1: they are written in order).
+
+    Returns:
+        what `write` has returned of each shard.
+    """
     failures: list[BaseException] = []
     sender = threading.Thread(target=_send_all, args=(group, messages, elements, failures), name="ucformat-send")
     sender.start()
-    leaves: Leaves = []
+    results: list[T] = []
     this, following = _Buffer(), _Buffer()
     try:
         with ThreadPoolExecutor(threads, "ucformat-write") as pool, ThreadPoolExecutor(1, "ucformat-receive") as other:
 
-            def write(batch: ShardBatch, received: dict[Fragment, Memory]) -> None:
-                def one(shard: ShardTask) -> bytes:
-                    return _write(store, group.rank, arrays, shard, received, elements, progress)
+            def act(received: dict[Fragment, Memory], shard: ShardTask) -> T:
+                return write(
+                    shard,
+                    [
+                        elements(f)
+                        if f.sender == group.rank
+                        else dense_elements(f.box.shape, received[f], itemsizes[f.tensor])
+                        for f in shard.fragments
+                    ],
+                )
 
-                found = list((map if threads == 1 else pool.map)(one, batch.shards))
-                leaves.extend((arrays[s.tensor].info.key, s.at, f) for s, f in zip(batch.shards, found, strict=True))
-
-            receiving = [other.submit(_receive, group, arrays, batch, this) for batch in batches[:1]]
+            receiving = [other.submit(_receive, group, itemsizes, batch, this) for batch in batches[:1]]
             for number, batch in enumerate(batches):
                 received = receiving.pop().result()
                 after = batches[number + 1 : number + 2]
-                receiving += [other.submit(_receive, group, arrays, b, following) for b in after]
+                receiving += [other.submit(_receive, group, itemsizes, b, following) for b in after]
                 this, following = following, this
                 try:
                     if not failures:
-                        write(batch, received)
+                        results += (map if threads == 1 else pool.map)(partial(act, received), batch.shards)
                 except Exception as error:  # noqa: BLE001 - raised below
                     failures.append(error)
     finally:
@@ -218,7 +255,7 @@ def write_shards(
         following.close()
     if failures:
         raise failures[0]
-    return leaves
+    return results
 
 
 class _Buffer:
@@ -254,14 +291,14 @@ def _bytes_of(fragments: Sequence[Fragment], elements: Callable[[Fragment], Elem
     return [row_major_bytes(elements(f)) for f in fragments]
 
 
-def _receive(group: Group, arrays: Sequence[Array], batch: ShardBatch, buffer: _Buffer) -> dict[Fragment, Memory]:
+def _receive(group: Group, itemsizes: Sequence[int], batch: ShardBatch, buffer: _Buffer) -> dict[Fragment, Memory]:
     """The bytes of the fragments of a batch that other ranks hold, in a buffer."""
     by_sender: dict[int, list[Fragment]] = {}
     for shard in batch.shards:
         for f in shard.fragments:
             if f.sender != group.rank:
                 by_sender.setdefault(f.sender, []).append(f)
-    sizes = {f: f.box.size * arrays[f.tensor].info.itemsize for sent in by_sender.values() for f in sent}
+    sizes = {f: f.box.size * itemsizes[f.tensor] for sent in by_sender.values() for f in sent}
     shared, at = buffer.of(sum(sizes.values())), 0
     out: dict[Fragment, Memory] = {}
     slots: dict[int, tuple[int, int]] = {}
@@ -276,20 +313,10 @@ def _receive(group: Group, arrays: Sequence[Array], batch: ShardBatch, buffer: _
 
 
 def _write(
-    store: Store,
-    rank: int,
-    arrays: Sequence[Array],
-    shard: ShardTask,
-    received: dict[Fragment, Memory],
-    elements: Callable[[Fragment], Elements],
-    progress: Callable[[int], None],
+    store: Store, array: Array, shard: ShardTask, parts: Sequence[Elements], progress: Callable[[int], None]
 ) -> bytes:
     """Write one shard, and return the digests of its chunks."""
-    array = arrays[shard.tensor]
     itemsize = array.info.itemsize
-    parts = [
-        elements(f) if f.sender == rank else dense_elements(f.box.shape, received[f], itemsize) for f in shard.fragments
-    ]
 
     def fill(piece: Piece, raw: NDArray[np.uint8]) -> Elements | None:
         progress(piece.box.size * itemsize)
