@@ -66,7 +66,7 @@ OUTSIDE: dict[str, set[str]] = {
     "schema": {"pydantic", "pydantic_core"},
     "geometry": {"pydantic"},
     "config_files": {"yaml"},
-    "storage": {"aiohttp", "boto3", "crc32c", "fsspec", "numpy", "obstore"},
+    "storage": {"aiohttp", "boto3", "botocore", "crc32c", "fsspec", "numpy", "obstore"},
     "format": {"numpy", "ml_dtypes", "xxhash", "pydantic", "safetensors", "zarr"},
     "sources": {"numpy", "ml_dtypes", "numcodecs", "tensorstore"},
     "reading": {"ml_dtypes", "numpy"},

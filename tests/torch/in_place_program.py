@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ucformat.errors import UcformatError, UsageError
-from ucformat.storage.in_place import InPlaceFile
+from ucformat.storage import objects
+from ucformat.storage.in_place import InPlaceFile, PartsWriter
 from ucformat.torch import async_save, load, save
 
 if TYPE_CHECKING:
@@ -105,6 +106,41 @@ def train(folder: Path, kind: str) -> Any:
             a, b = (v.full_tensor() if isinstance(v, DTensor) else v for v in (value, state[n][name]))
             assert torch.equal(a, b), (n, name)
     return logits.numpy()
+
+
+def large(seed: int) -> dict[str, Any]:
+    """A state of `cut`, and some parts of rows and of columns."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = cut(seed, [dist.get_world_size()])
+    for dim, name in enumerate(("rows", "columns")):
+        values = torch.randn(66, 100_000, generator=torch.Generator().manual_seed(dim))
+        state[name] = distribute_tensor(values, mesh, [Shard(dim)])
+    return state
+
+
+def on_store(_folder: Path, url: str, *, boto: bool, victim: int = -1, after: int = 0, background: bool = False) -> Any:
+    """Save on an object store, with boto3 or without; perhaps one rank is killed before a part is written."""
+    if not boto:
+        objects.boto_client = lambda _: None  # type: ignore[attr-defined]
+    written, before = 0, PartsWriter.write
+
+    def write(self: Any, *args: Any) -> None:
+        nonlocal written
+        written += 1
+        if dist.get_rank() == victim and written == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before(self, *args)
+
+    PartsWriter.write = write  # type: ignore[method-assign]
+    state = large(3)
+    try:
+        if background:
+            async_save(state, url, form="safetensors").wait()
+        else:
+            save(state, url, form="safetensors", timeout=20)
+    except UcformatError as error:
+        return f"{type(error).__name__}: {error.message}"
+    return whole(state), written
 
 
 def killed(folder: Path, victim: int, after: int) -> Any:

@@ -260,7 +260,10 @@ def test_any_boxes_of_any_ranks(seed: int, tmp_path_factory: pytest.TempPathFact
                 part = values[item][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
                 return np.asarray(part) if seed % 2 or not box.shape else np.asfortranarray(part)
 
-            held, group = Held(items, [None] * len(items), {}, {}, elements), SimpleNamespace(rank=rank, size=ranks)
+            held, group = (
+                Held(items, [None] * len(items), {}, {}, elements),
+                SimpleNamespace(rank=rank, size=ranks, cache={}),
+            )
             all_ranks.append((group, in_place._planned(group, held, pieces, found, None)))  # type: ignore[arg-type]
         for mail.receiving in (False, True):
             for group, weights in all_ranks:

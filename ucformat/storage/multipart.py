@@ -6,14 +6,13 @@ is visible before, and an upload that is neither completed nor aborted stays inv
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import NotFound, PermissionDenied, UcformatError
 from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ucformat.storage.base import Bytes
     from ucformat.storage.clouds import Place
@@ -40,8 +39,7 @@ class Multipart:
         Args:
             key: key of the object.
         """
-        with self._mapping("write", key):
-            return str(self._client.create_multipart_upload(**self._of(key))["UploadId"])
+        return str(self._request("write", "create_multipart_upload", key)["UploadId"])
 
     def put(self, key: str, upload: str, number: int, data: Bytes) -> str:
         """Put a part, replacing any existing one, and return its ETag.
@@ -52,9 +50,8 @@ class Multipart:
             number: of the part, from 0.
             data: at least 5 MiB, except of the last part.
         """
-        with self._mapping("write", key):
-            done = self._client.upload_part(**self._of(key), UploadId=upload, PartNumber=number + 1, Body=bytes(data))
-            return str(done["ETag"])
+        part = {"UploadId": upload, "PartNumber": number + 1, "Body": bytes(data)}
+        return str(self._request("write", "upload_part", key, **part)["ETag"])
 
     def complete(self, key: str, upload: str, etags: Sequence[str], nbytes: int) -> None:
         """Make the object visible.
@@ -68,11 +65,9 @@ class Multipart:
         Raises:
             UcformatError: it was not completed, or the object has another size.
         """
-        parts = [{"PartNumber": n, "ETag": tag} for n, tag in enumerate(etags, 1)]
+        parts = {"Parts": [{"PartNumber": n, "ETag": tag} for n, tag in enumerate(etags, 1)]}
         try:
-            with self._mapping("write", key):
-                done = {"MultipartUpload": {"Parts": parts}, "UploadId": upload}
-                self._client.complete_multipart_upload(**self._of(key), **done)
+            self._request("write", "complete_multipart_upload", key, UploadId=upload, MultipartUpload=parts)
         except UcformatError:
             if self._size(key) != nbytes:  # else only the answer was lost
                 raise
@@ -86,14 +81,12 @@ class Multipart:
             key: key of the object.
             upload: the id of the upload.
         """
-        with self._mapping("delete", key):
-            self._client.abort_multipart_upload(**self._of(key), UploadId=upload)
+        self._request("delete", "abort_multipart_upload", key, UploadId=upload)
 
     def _size(self, key: str) -> int | None:
         """The size of an object; None if there is none."""
         try:
-            with self._mapping("read", key):
-                return int(self._client.head_object(**self._of(key))["ContentLength"])
+            return int(self._request("read", "head_object", key)["ContentLength"])
         except NotFound:
             return None
 
@@ -104,26 +97,22 @@ class Multipart:
     def _name(self, key: str) -> str:
         return f"{self._place.root}/{key}"
 
-    @contextmanager
-    def _mapping(self, action: str, key: str) -> Iterator[None]:
-        """Raise an error of boto3 as one of ucformat, without what an answer may reveal."""
-        from botocore.exceptions import BotoCoreError, ClientError
+    def _request(self, action: str, call: str, key: str, **arguments: Any) -> Any:
+        """The answer to a request; an error shows nothing of an answer but its code and message."""
+        from botocore.exceptions import ClientError
 
         try:
-            yield
+            return getattr(self._client, call)(**self._of(key), **arguments)
         except ClientError as error:
-            found, status = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
-            code, status = str(found.get("Code", "")), status.get("HTTPStatusCode")
-            why = f"{code}: {found.get('Message', '')}"[:200]
-        except BotoCoreError as error:
-            code, status, why = "", None, type(error).__name__
-        else:
-            return
-        failed = f"cannot {action} {self._name(key)}: {why}"
+            found, status = error.response.get("Error", {}), error.response["ResponseMetadata"].get("HTTPStatusCode")
+            why = f"{found.get('Code', '')}: {found.get('Message', '')}"[:200]
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - botocore raises many
+            status, why = None, type(error).__name__
         if status == 404 and action == "read":
-            failure: UcformatError = NotFound(f"{self._name(key)} does not exist")
-        elif status in _DENIED:
-            failure = PermissionDenied(failed, hint="check the credentials that boto3 finds, and their permissions")
-        else:
-            failure = UcformatError(failed, hint="`ucp doctor URL` reports what the storage supports")
-        raise failure  # outside the blocks above, where the library's error would be its context
+            raise NotFound(f"{self._name(key)} does not exist")
+        failed = f"cannot {action} {self._name(key)}: {why}"
+        if status in _DENIED:
+            raise PermissionDenied(failed, hint="check the credentials that boto3 finds, and their permissions")
+        raise UcformatError(failed, hint="`ucp doctor URL` reports what the storage supports")

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from ucformat.format.commit import Attempt
     from ucformat.geometry.box import Box
+    from ucformat.geometry.tensor import Key
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.assignment import Fragment, GlobalPlan, ShardTask
@@ -113,6 +115,24 @@ class _Weights:
     uploads: tuple[str, ...]
 
 
+class _Known(NamedTuple):
+    """The plan of a save, for the next one.
+
+    Attributes:
+        told: what rank 0 has told.
+        own: the weights that are not exchanged.
+        planner: of the other ones.
+        provided: what this rank provides of these.
+        plan: of this rank.
+    """
+
+    told: tuple[object, ...]
+    own: set[Key]
+    planner: PartPlanner
+    provided: Mapping[tuple[int, Box], tuple[int, int]] = MappingProxyType({})
+    plan: PartPlan | None = None
+
+
 def split(held: Held) -> tuple[Held, Held]:
     """What a rank holds of weights, and everything else.
 
@@ -173,13 +193,13 @@ def plan_in_place(
         for file in files.files if uploads is not None else ():
             assert uploads is not None  # noqa: S101 - see above
             begun.append((file.key, uploads.begin(file.key)))
-        described = sidecar_of(replace(plan, tensors=(), items=(), pieces=(), begins=()), f"data/{assignment.attempt}")
+        described = sidecar_of(replace(plan, tensors=(), items=(), pieces=(), begins=()), "data/plan")
         return _Weights(plan.infos, described, _listed(plan), tied, folder, way, tuple(upload for _, upload in begun))
 
     try:
         found: _Weights = group.combine(weights.aliases, lambda a, b: {**b, **a}, Mapping[str, str], answer, _Weights)
         with group.sharing_errors():
-            return _planned(group, weights, assignment.part.pieces, found, plan)
+            return _planned(part, weights, assignment.part.pieces, found, plan)
     except BaseException:
         _abort(store, begun)
         raise
@@ -202,27 +222,33 @@ def _listed(plan: GlobalPlan) -> tuple[ListedBoxes, ...]:
 def _planned(
     group: Group, held: Held, pieces: Sequence[tuple[int, int]], found: _Weights, plan: GlobalPlan | None
 ) -> InPlace:
-    """The plan of this rank, which writes the pieces, or sends them to others."""
+    """The plan of this rank, which writes the pieces, or sends them to others; kept for the next save."""
     files = WeightFiles(found.infos, found.tied, found.folder)
-    providers = Providers(found.infos, found.described, found.listed)
+    known: _Known | None = group.cache.get("parts")
+    told = (found.infos, found.described, found.listed, found.tied, found.way)
+    if known is None or known.told != told:
+        providers = Providers(found.infos, found.described, found.listed)
+        own = {info.key for n, info in enumerate(found.infos) if found.way == "in place" and providers.contiguous(n)}
+        chosen = np.full(files.count, found.way != "in place")
+        for key, placed in files.tensors.items():
+            chosen[placed.first : placed.first + placed.count] = key not in own
+        parts = parts_of(files, chosen)
+        owners = owners_of(parts, group.size, len(files.files) if found.way == "whole" else None)
+        known = _Known(told, own, PartPlanner(files, found.infos, providers, parts, owners))
     number = {info.key: n for n, info in enumerate(found.infos)}
-    own = {info.key for n, info in enumerate(found.infos) if found.way == "in place" and providers.contiguous(n)}
-    chosen = np.full(files.count, found.way != "in place")
-    for key, placed in files.tensors.items():
-        chosen[placed.first : placed.first + placed.count] = key not in own
-    parts = parts_of(files, chosen)
-    owners = owners_of(parts, group.size, len(files.files) if found.way == "whole" else None)
     mine: list[tuple[int, int]] = []
     provided: dict[tuple[int, Box], tuple[int, int]] = {}
     for item, piece in pieces:
         key, box = held.items[item].info.key, held.items[item].boxes[piece]
-        if key in own:
+        if key in known.own:
             mine.append((item, piece))
         elif box.size:
             provided[number[key], box] = (item, piece)
-    planner = PartPlanner(files, found.infos, providers, parts, owners)
-    exchanged = planner.plan(group.rank, provided)
-    return InPlace(held, tuple(mine), files, exchanged, found.infos, found.way, found.uploads, plan)
+    if known.plan is None or known.provided != provided:
+        known = known._replace(provided=provided, plan=known.planner.plan(group.rank, provided))
+    assert known.plan is not None  # noqa: S101 - see above
+    group.cache["parts"] = known
+    return InPlace(held, tuple(mine), files, known.plan, found.infos, found.way, found.uploads, plan)
 
 
 def write_in_place(
