@@ -17,10 +17,11 @@ from ucformat.storage.url import open_store
 from ucformat.storage.wrappers import PrefixStore, WrappedStore
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.storage.conftest import Faulty
-    from tests.storage.proxy import Request
+    from tests.storage.proxy import Fault, Request
     from tests.storage.seen import Seen
 
 SIZE = 3 * 1000 + 17
@@ -57,7 +58,7 @@ def test_a_completion_is_believed_only_if_the_object_is_there(faulty: Faulty) ->
     faulty.proxy.choose = lambda r: gone if r.completes else None
     with pytest.raises(UcformatError, match="NoSuchUpload: gone"):
         uploads.complete("f", upload, [tag], 3)
-    said = iter(["lost"])
+    said: Iterator[Fault | bytes] = iter(["lost"])
     faulty.proxy.choose = lambda r: next(said, gone) if r.completes else None
     uploads.complete("f", upload, [tag], 3)
     with pytest.raises(UcformatError, match="NoSuchUpload: gone"):  # the object has another size
@@ -65,6 +66,28 @@ def test_a_completion_is_believed_only_if_the_object_is_there(faulty: Faulty) ->
     faulty.proxy.choose = fine
     with pytest.raises(UcformatError, match="cannot write"):
         uploads.put("f", "unknown", 0, b"abc")
+
+
+@pytest.mark.parametrize("fault", ["busy", "error", "reset", "lost", "lied"])
+def test_requests_are_repeated(fault: Fault, faulty: Faulty) -> None:
+    """Also one that was executed, of which the answer says nothing, or that it failed."""
+    seen: set[tuple[str, str]] = set()
+
+    def first(request: Request) -> Fault | None:
+        if (request.method, request.target) in seen:
+            return None
+        seen.add((request.method, request.target))
+        return fault
+
+    store = open_store(faulty.bucket.place())
+    faulty.proxy.choose = first
+    _, uploads = way_of(store)
+    assert uploads is not None
+    upload = uploads.begin("f")
+    tags = [uploads.put("f", upload, n, data) for n, data in enumerate((b"abc", b"de"))]
+    uploads.complete("f", upload, tags, 5)
+    faulty.proxy.choose = fine
+    assert store.read("f") == b"abcde"
 
 
 def test_an_aborted_upload_leaves_nothing(faulty: Faulty) -> None:

@@ -113,7 +113,7 @@ def large(seed: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = cut(seed, [dist.get_world_size()])
     for dim, name in enumerate(("rows", "columns")):
-        values = torch.randn(66, 100_000, generator=torch.Generator().manual_seed(dim))
+        values = torch.randn(66, 50_000, generator=torch.Generator().manual_seed(dim))
         state[name] = distribute_tensor(values, mesh, [Shard(dim)])
     return state
 
@@ -121,7 +121,7 @@ def large(seed: int) -> dict[str, Any]:
 def on_store(_folder: Path, url: str, *, boto: bool, victim: int = -1, after: int = 0, background: bool = False) -> Any:
     """Save on an object store, with boto3 or without; perhaps one rank is killed before a part is written."""
     if not boto:
-        objects.boto_client = lambda _: None  # type: ignore[attr-defined]
+        objects.boto_client = lambda _: None  # type: ignore[assignment,attr-defined]
     written, before = 0, PartsWriter.write
 
     def write(self: Any, *args: Any) -> None:
@@ -131,7 +131,7 @@ def on_store(_folder: Path, url: str, *, boto: bool, victim: int = -1, after: in
             os.kill(os.getpid(), signal.SIGKILL)
         before(self, *args)
 
-    PartsWriter.write = write  # type: ignore[method-assign]
+    PartsWriter.write = write  # type: ignore[assignment,method-assign]
     state = large(3)
     try:
         if background:
