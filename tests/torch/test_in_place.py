@@ -296,3 +296,27 @@ def test_any_boxes_of_any_ranks(seed: int, tmp_path_factory: pytest.TempPathFact
         placed = files.tensors[info.key]
         data = (folder / files.files[placed.file].key).read_bytes()
         assert data[placed.offset : placed.offset + info.nbytes] == a.tobytes()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("ranks", [16, 1024])
+def test_plans_do_not_grow_with_ranks(dim: int, ranks: int) -> None:
+    infos = tuple(TensorInfo(f"t{n}", "weight", "float32", (8192, 4096)) for n in range(8))
+    d = Distribution(RankMesh.of((ranks,), list(range(ranks))), (Cut(dim, 0),))
+    rows = [DescribedRow(n, d, 0, Tiling.of(i.shape, i.itemsize).tile) for n, i in enumerate(infos)]
+    described = sidecar_of(GlobalPlan(infos, ((),) * len(infos), described=Described(rows, infos, "")), "data/w")
+    assert len(described) < 8 << 10
+    items = [WriteItem(i, d.boxes(i.shape, (ranks // 2,))) for i in infos]
+    ways: tuple[Way, ...] = ("in place", "parts")
+    for way in ways:
+        found = in_place._Weights(infos, described, (), {}, "data/w", way, ())
+        held, group = (
+            Held(items, [d] * len(items), {}, {}, lambda *_: np.empty(0)),
+            SimpleNamespace(rank=ranks // 2, size=ranks, cache={}),
+        )
+        plan = in_place._planned(group, held, [(n, 0) for n in range(len(items))], found, None).exchanged  # type: ignore[arg-type]
+        sent = sum(len(m.fragments) for m in plan.messages)
+        received = sum(len(task.fragments) for batch in plan.batches for task in batch.shards)
+        assert bool(plan.parts) == (way == "parts" or dim == 1)
+        assert sent <= len(plan.parts)
+        assert received <= 4 * max(len(plan.parts), ranks)

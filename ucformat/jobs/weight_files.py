@@ -154,16 +154,17 @@ class PlacedTensor:
         Args:
             blocks: consecutive numbers, perhaps of other blocks, too.
         """
-        first, stop = (min(max(n - self.first, 0), self.count) for n in (blocks.start, blocks.stop))
+        shape, edges, grid, count = self.info.shape, self.edges, self.grid, self.count
+        first, stop = (min(max(n - self.first, 0), count) for n in (blocks.start, blocks.stop))
         if first >= stop:
             return
-        shape, edges, grid = self.info.shape, self.edges, self.grid
-        step = stop - first if grid[:1] == (self.count,) else 1  # only the first dim is cut
-        for number in range(first, stop, step):
-            at = np.unravel_index(number, grid) if grid else ()
-            start = tuple(int(i) * e for i, e in zip(at, edges, strict=True))
-            most = (edges[0] * step, *edges[1:]) if grid else ()
-            yield Box(start, tuple(min(e, n - a) for e, n, a in zip(most, shape, start, strict=True)))
+        if grid[:1] == (count,):  # only the first dim is cut, as of nearly all
+            start, end = first * edges[0], min(stop * edges[0], shape[0])
+            yield Box((start, *(0,) * (len(shape) - 1)), (end - start, *shape[1:]))
+            return
+        for number in range(first, stop):
+            at = tuple(int(i) * e for i, e in zip(np.unravel_index(number, grid), edges, strict=True)) if grid else ()
+            yield Box(at, tuple(min(e, n - a) for e, n, a in zip(edges, shape, at, strict=True)))
 
     def rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Of all blocks the first index, the shape, the byte of the file, and the bytes."""
