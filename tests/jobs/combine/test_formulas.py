@@ -188,7 +188,7 @@ def test_masks_are_independent_and_have_their_density() -> None:
 
 
 VALUES = (
-    st.sampled_from((0.0, 1.0, -1.0, 1 + 2**-52, -0.5, 5e-324, 1e300)),
+    st.sampled_from((0.0, 1.0, -1.0, 1 + 2**-52, -0.5, 5e-324, 1e300, float("inf"))),
     st.floats(-1e308, 1e308),
     st.floats(1, 1 + 2**-40),
 )

@@ -32,7 +32,7 @@ _SHARE, _LEAST, _SAMPLED = 16, 1 << 12, 1 << 18  # one in so many is in the samp
 _COUNTED = 1 << 21  # numbers that are counted apart, of all inputs together
 _DEVIATIONS = 4  # standard deviations of a rank in the sample between the expected one and either end of the range
 _STEP = 7919  # between the first elements of which the sample consists, of one block and the next
-_ALL = (0, 0x7FF0 << 48)  # the bits of 0 and of infinity: those of all finite magnitudes
+_ALL = (0, (0x7FF0 << 48) + 1)  # the bits of 0, and those after infinity, which a difference may be
 
 
 class Scan(Protocol):
