@@ -97,15 +97,20 @@ def test_from_pretrained_has_equal_logits(tmp_path: Path, family: str, way: str)
         assert torch.equal(logits(loaded.eval()), logits(model))
 
 
-def test_from_megatron_through_a_view(tmp_path: Path) -> None:
-    model = made("llama")
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3", "mixtral", "gpt2"])
+def test_from_megatron_through_a_view(tmp_path: Path, family: str) -> None:
+    model, name = made(family), family.partition("-")[0]
     model.config.save_pretrained(tmp_path / "config")
     model.save_pretrained(tmp_path / "hf")
-    ucformat.convert(ucformat.open(tmp_path / "hf").view("llama-to-megatron"), tmp_path / "megatron")
-    source = ucformat.open(tmp_path / "megatron")
-    assert "decoder.layers.0.self_attention.linear_qkv.weight" in source
-    done = ucformat.export(source.view("megatron-to-llama"), tmp_path / "out", "safetensors")
-    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(done.url).eval()), logits(model))
+    named = ucformat.open(tmp_path / "hf").view(f"{name}-to-megatron")
+    ucformat.export(named, tmp_path / "megatron", "megatron")
+    heads = {"heads": 4} if name == "gpt2" else {"heads": 4, "groups": 2}
+    source = ucformat.open(tmp_path / "megatron", view=[{"preset": f"megatron-to-{name}", "with": heads}])
+    done = ucformat.export(source, tmp_path / "out", "safetensors", assets=str(tmp_path / "config"))
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(done.url, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.equal(logits(loaded.eval()), logits(model))
 
 
 def test_assets_of_the_checkpoint_are_carried_over(tmp_path: Path) -> None:
