@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import ucformat
 import ucformat.torch
@@ -148,3 +152,41 @@ def test_training_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     other, again = made()
     ucformat.torch.load({"model": other, "optimizer": again}, tmp_path / "ck")
     assert train(other, again, range(5, 10)) == wanted
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fsdp2_saves_and_loads_on_the_device(tmp_path: Path, form: Any) -> None:
+    """DTensors and their optimizer states; `load_into` makes DTensors of meta ones."""
+
+    def made(device: str) -> torch.nn.Module:
+        torch.manual_seed(2)
+        with torch.device(device):
+            model = torch.nn.Sequential(torch.nn.Linear(1025, 4099), torch.nn.GELU(), torch.nn.Linear(4099, 1025))
+        fully_shard(model, mesh=mesh)
+        return model
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        model = made("cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(3, 1025, device="cuda")).sum().backward()
+        optimizer.step()
+        state = {"model": model, "optimizer": optimizer}
+        ucformat.torch.save(state, tmp_path / "ck", form=form)
+        assert ucformat.verify(tmp_path / "ck")
+        other = made("cuda")
+        again = torch.optim.AdamW(other.parameters())
+        ucformat.torch.load({"model": other, "optimizer": again}, tmp_path / "ck")
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a.to_local(), b.to_local())
+            for name, moment in optimizer.state[a].items():
+                found = again.state[b][name]
+                assert torch.equal(*(x.to_local() if isinstance(x, DTensor) else x for x in (moment, found)))
+        empty = made("meta")
+        load_into(empty, tmp_path / "ck", device="cuda")
+        for a, b in zip(model.parameters(), empty.parameters(), strict=True):
+            assert isinstance(b, DTensor)
+            assert torch.equal(a.to_local(), b.to_local())
+    finally:
+        dist.destroy_process_group()
