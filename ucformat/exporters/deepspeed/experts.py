@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.exporters.deepspeed.model import listed, recorded_degree
+from ucformat.exporters.deepspeed.model import listed
 from ucformat.exporters.deepspeed.options import ZERO3, DeepSpeedOptions
-from ucformat.sources.deepspeed.experts import Experts, expert_of, is_expert
+from ucformat.sources.deepspeed.experts import Experts, expert_of, is_expert, recorded_degree
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from ucformat.errors import UnsupportedError, UsageError
 from ucformat.exporters.deepspeed.options import zero_of
 from ucformat.geometry.tensor import Key
 from ucformat.schema import FLOATS
+from ucformat.sources.deepspeed.experts import recorded_degree
 from ucformat.sources.deepspeed.zero12 import undo_round_robin
 
 if TYPE_CHECKING:
@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from ucformat.exporters.deepspeed.options import Engine, UniversalOptions
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["OptimizerGroup", "TrainedModel", "listed", "outside", "recorded_degree"]
+__all__ = ["OptimizerGroup", "TrainedModel", "listed", "outside"]
 
 _LISTED = 8
-_EXPERTS = re.compile(r"ep_size_(\d{1,6})")
 
 
 @dataclass(slots=True)
@@ -248,17 +247,6 @@ class TrainedModel:
         """
         masters = {n: (self.by_name[n].get("master") or i) for n, i in module.items() if n not in buffers and i.size}
         self.groups, self.trained = [OptimizerGroup(list(masters), {}, {}, masters)], masters
-
-
-def recorded_degree(document: Mapping[str, Any]) -> int | None:
-    """The number of expert-parallel ranks that share a group that DeepSpeed made of experts; None for other groups.
-
-    Args:
-        document: the group as in `CheckpointMetadata.groups`.
-    """
-    name = document.get("name")
-    found = _EXPERTS.fullmatch(name) if document.get("moe") and isinstance(name, str) else None
-    return int(found[1]) if found else None
 
 
 def listed(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ the first rank of each K writes its optimizer, which includes the states of all 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,11 @@ from ucformat.sources.deepspeed.model import ModelStates
 from ucformat.sources.pickle.stand_ins import StoredTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.sources.pickle.file import TorchFile
 
-__all__ = ["Experts", "adopt_experts", "check_degree", "expert_model", "expert_of", "is_expert"]
+__all__ = ["Experts", "adopt_experts", "check_degree", "expert_model", "expert_of", "is_expert", "recorded_degree"]
 
 _NAME = re.compile(r"\.?((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)", re.DOTALL)
 _GROUP = re.compile(r"ep_size_(\d{1,6})")
@@ -50,6 +51,17 @@ def expert_of(name: str) -> tuple[str, int] | None:
     """
     match = _NAME.fullmatch(name)
     return None if match is None else (match[1], int(match[2]))
+
+
+def recorded_degree(group: object) -> int | None:
+    """The number of expert-parallel ranks that share a group that DeepSpeed made of experts; None for other groups.
+
+    Args:
+        group: the optimizer group, or its hyper-parameters.
+    """
+    name = group.get("name") if isinstance(group, Mapping) and group.get("moe") else None
+    found = _GROUP.fullmatch(name) if isinstance(name, str) else None
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +140,7 @@ class Experts:
             IntegrityError: the number of partitions or experts contradicts the files.
             UnsupportedError: the group mixes experts with other parameters.
         """
-        label = hyper.get("name") if isinstance(hyper, dict) and hyper.get("moe") else None
-        recorded = _GROUP.fullmatch(label) if isinstance(label, str) else None
+        recorded = recorded_degree(hyper)
         held: dict[str, set[int]] = {}
         other = None
         for name in names:
@@ -138,15 +149,16 @@ class Experts:
                 other = name
             else:
                 held.setdefault(match[1], set()).add(int(match[2]))
-        degree = (
-            int(recorded[1]) if recorded else self.dp // parts if isinstance(parts, int) and 0 < parts <= self.dp else 1
-        )
+        degree = recorded
+        if degree is None:
+            degree = self.dp // parts if isinstance(parts, int) and 0 < parts <= self.dp else 1
         if not held or degree < 1 or self.dp % degree:
             degree = 1
         if isinstance(parts, int) and parts * degree != self.dp:
+            named = "" if recorded is None else f" named 'ep_size_{recorded}'"
             raise IntegrityError(
-                f"{file} was saved by {parts} ranks of one group{f' named {label!r}' if recorded else ''}, but "
-                f"{self.dp} files of optimizer states are present",
+                f"{file} was saved by {parts} ranks of one group{named}, but {self.dp} files of optimizer states are "
+                "present",
                 hint="files of different saves are mixed in one folder, or experts were assigned to ranks in a way "
                 "that ucformat does not know",
             )
@@ -255,10 +267,8 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
     state = model.value.get("optimizer")
     inner = state.get("optimizer_state_dict", state) if isinstance(state, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    names = [
-        str(g.get("name")) for g in (groups if isinstance(groups, list) else ()) if isinstance(g, dict) and g.get("moe")
-    ]
-    sizes = {int(m[1]) for m in map(_GROUP.fullmatch, names) if m} or {degree}
+    sizes = {d for g in (groups if isinstance(groups, list) else ()) if (d := recorded_degree(g)) is not None}
+    sizes = sizes or {degree}
     if len(sizes) > 1:
         raise UnsupportedError(
             f"{model.key}: layers of experts are sharded across different numbers of ranks ({sorted(sizes)}), which is "
