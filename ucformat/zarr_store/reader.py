@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from ucformat.zarr_store.array import TensorArray
 
 __all__ = ["ChunkReader"]
-
-_PART = 4 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +85,21 @@ class ChunkReader:
         return await request.result
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Read what is waited for, of a disk in parts, so that zarr copies one part while the next one is read.
+        """Read what is waited for.
 
-        In the loop of zarr-python, which nothing else runs in, a single request to a disk is read right here: a thread
-        would take longer. What others ask for meanwhile is read together next.
+        In the loop of zarr-python, which nothing else runs in, a disk is read right here: a thread would take longer,
+        because zarr copies each chunk in this one. What others ask for meanwhile is read together next.
         """
         wanted = self._waiting.pop(loop)
-        on_disk = self._source.store.costs.parallel is None
-        if on_disk and len(wanted) == 1 and loop is zarr_loop[0]:
+        if loop is zarr_loop[0] and self._source.store.costs.parallel is None:
             _give(wanted, self._results(wanted))
             return
-        parts = list(_parts(wanted)) if on_disk else [wanted]
-
-        def read() -> None:
-            for part in parts:
-                found = self._results(part)
-                with suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(_give, part, found)
-
         try:
-            loop.run_in_executor(None, copy_context().run, read)
+            running = loop.run_in_executor(None, copy_context().run, self._results, wanted)
         except RuntimeError as error:  # the loop is being closed
             _give(wanted, [error] * len(wanted))
+            return
+        running.add_done_callback(lambda done: _give(wanted, done.result()))
 
     def _results(self, wanted: Sequence[_Request]) -> list[NDArray[np.uint8] | BaseException]:
         """The bytes of each request, or why they cannot be read."""
@@ -143,20 +133,6 @@ class ChunkReader:
             for r in run:
                 yield data[at : at + r.stop - r.start]
                 at += r.stop - r.start
-
-
-def _parts(wanted: Sequence[_Request]) -> Iterator[list[_Request]]:
-    """Consecutive requests of some MiB each."""
-    part: list[_Request] = []
-    nbytes = 0
-    for r in wanted:
-        part.append(r)
-        nbytes += r.stop - r.start
-        if nbytes >= _PART:
-            yield part
-            part, nbytes = [], 0
-    if part:
-        yield part
 
 
 def _give(wanted: Sequence[_Request], found: Sequence[NDArray[np.uint8] | BaseException]) -> None:
