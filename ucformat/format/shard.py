@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-import threading
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from ucformat.format.digest import leaf
 from ucformat.format.structure import Problem
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
+from ucformat.storage.scratch import thread_memory
 from ucformat.storage.strided import checksum, copy
 
 if TYPE_CHECKING:
@@ -85,28 +85,16 @@ def write_shard(
     with store.create(key, grid.chunk_nbytes + 4) as out:
         for piece, counts in bands(grid, shard):
             count = math.prod(counts)
-            raw = _memory("gathered", count * grid.chunk_nbytes)
+            raw = thread_memory("gathered", count * grid.chunk_nbytes)
             if piece.box.size * grid.itemsize < raw.nbytes:
                 raw[:] = 0
             if (held := fill(piece, raw)) is not None:
                 raw = held.view(np.uint8)
-            data, found = _encode(grid, counts, raw, _memory("encoded", count * (grid.chunk_nbytes + 4)))
+            data, found = _encode(grid, counts, raw, thread_memory("encoded", count * (grid.chunk_nbytes + 4)))
             leaves += found
             out.write(data)
         out.write(index_of(grid, shard))
     return b"".join(leaves)
-
-
-_own = threading.local()
-
-
-def _memory(use: str, nbytes: int) -> NDArray[np.uint8]:
-    """Memory of this thread, reused for every band: fresh pages would cost more than the copies into them."""
-    memory: NDArray[np.uint8] = getattr(_own, use, np.empty(0, np.uint8))
-    if memory.size < nbytes:
-        memory = np.empty(nbytes, np.uint8)
-        setattr(_own, use, memory)
-    return memory[:nbytes]
 
 
 def _encode(

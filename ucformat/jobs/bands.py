@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
 from ucformat.exporters.base import Sealed, Span
 from ucformat.geometry.tensor import cut_piece
 from ucformat.schema import ITEMSIZE
+from ucformat.storage.scratch import thread_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from concurrent.futures import Future
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from ucformat.exporters.base import Part
@@ -107,10 +106,7 @@ class WriteBehind:
         Args:
             nbytes: how much.
         """
-        memories: list[NDArray[np.uint8]] = _own.__dict__.setdefault("memories", [np.empty(0, np.uint8)] * 2)
-        if memories[self._turn].size < nbytes:
-            memories[self._turn] = np.empty(nbytes, np.uint8)
-        return memories[self._turn][:nbytes]
+        return thread_memory(f"band {self._turn}", nbytes)
 
     def write(self, data: memoryview) -> None:
         """Write bytes, after all that were given before.
@@ -137,6 +133,3 @@ class WriteBehind:
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-
-
-_own = threading.local()  # `memories`: two, which a thread uses again for all files

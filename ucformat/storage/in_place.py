@@ -107,7 +107,7 @@ def way_of(store: Store) -> tuple[Way, Multipart | None]:
         return "in place", None
     while isinstance(store, WrappedStore) and store.url == store.inner.url:  # the keys are the same
         store = store.inner
-    uploads = store.multipart() if isinstance(store, ObjectStore) else None
+    uploads = store.multipart if isinstance(store, ObjectStore) else None
     return "whole" if uploads is None else "parts", uploads
 
 

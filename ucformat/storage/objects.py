@@ -231,6 +231,7 @@ class ObjectStore(Store):
         check_key(key)
         return ObjectWriter(self._client, key, self._name(key), unit, self._options.deadline)
 
+    @cached_property
     def multipart(self) -> Multipart | None:
         """Uploads of which several processes put parts; None if this store or its configuration has none."""
         client = boto_client(self._options) if self._place.cloud == "s3" else None

@@ -21,6 +21,7 @@ from ucformat.jobs.reopen import reopen, spec_of
 from ucformat.jobs.run import run
 from ucformat.jobs.shards import How, ShardJob, plan_document
 from ucformat.reading.dtypes import numpy_dtype
+from ucformat.storage.scratch import thread_memory
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class CombineJob(ShardJob):
         covered = True
         for found, operand in zip(boxes, self.combination.operands(output, part), strict=True):
             info, box = operand.info, operand.box
-            memory = _memory(len(arrays), box.size * info.itemsize)
+            memory = thread_memory(f"operand {len(arrays)}", box.size * info.itemsize)
             covered &= found.read(Piece(box, 0, row_major(box.shape)), memory)
             arrays.append(memory.view(numpy_dtype(info.dtype)).reshape(box.shape))
         return arrays, covered
@@ -328,16 +329,3 @@ def cut(box: Box, most: int) -> Iterator[Box]:
 def _slices(box: Box, within: Box) -> tuple[slice | EllipsisType, ...]:
     """The index of a box; with it, a 0-d array remains one."""
     return (..., *(slice(a - b, a - b + n) for a, b, n in zip(box.start, within.start, box.shape, strict=True)))
-
-
-_own = threading.local()
-
-
-def _memory(number: int, nbytes: int) -> NDArray[np.uint8]:
-    """Memory of this thread for an operand, reused: fresh pages would cost more than what is done with them."""
-    kept: list[NDArray[np.uint8]] = _own.__dict__.setdefault("kept", [])
-    while len(kept) <= number:
-        kept.append(np.empty(0, np.uint8))
-    if kept[number].size < nbytes:
-        kept[number] = np.empty(nbytes, np.uint8)
-    return kept[number][:nbytes]

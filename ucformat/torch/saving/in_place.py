@@ -295,7 +295,8 @@ def write_in_place(
                 begin += n
             return sums
 
-        sizes = {file: files.block_sizes(file).tolist() for file in {part.file for part in parts}}
+        written = {parts[task.tensor].file for batch in batches for task in batch.shards}
+        sizes = {file: files.block_sizes(file).tolist() for file in written}
         itemsizes = [info.itemsize for info in weights.infos]
         sums = [s for of in exchange(group, itemsizes, batches, messages, elements, write, threads) for s in of]
         if weights.way == "in place":
@@ -373,10 +374,12 @@ def complete_uploads(store: Store, weights: InPlace, etags: Sequence[tuple[int, 
     """
     found = {(file, part): tag for file, part, tag in etags}
     _, uploads = way_of(store) if weights.uploads else (None, None)
-    for number, (file, upload) in enumerate(zip(weights.files.files, weights.uploads, strict=False)):
+    tags: list[list[str]] = [[] for _ in weights.uploads]
+    for part in weights.exchanged.parts if uploads is not None else ():
+        tags[part.file].append(found[part.file, part.number])
+    for file, upload, of_file in zip(weights.files.files, weights.uploads, tags, strict=False):
         assert uploads is not None  # noqa: S101 - they were begun
-        parts = [part.number for part in weights.exchanged.parts if part.file == number]
-        uploads.complete(file.key, upload, [found[number, part] for part in parts], file.nbytes)
+        uploads.complete(file.key, upload, of_file, file.nbytes)
 
 
 def abort_uploads(store: Store, weights: InPlace) -> None:
