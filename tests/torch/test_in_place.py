@@ -37,6 +37,7 @@ from ucformat.torch.saving.plan import Held
 from ucformat.torch.saving.write import sidecar_of
 
 if TYPE_CHECKING:
+    from ucformat.checkpoint import Checkpoint
     from ucformat.storage.in_place import Way
     from ucformat.torch.saving.options import Form
 
@@ -50,7 +51,8 @@ def names_in(ck: Any) -> list[str]:
     return [name for name in header if name != "__metadata__"]
 
 
-def intact(place: Path, truth: dict[str, Any]) -> None:
+def verified(place: str | Path, truth: dict[str, Any]) -> Checkpoint:
+    """The checkpoint, which is intact and holds these weights."""
     ck = ucformat.open(place)
     ucformat.verify(ck).raise_if_damaged()
     assert set(ck.names()) == set(truth)
@@ -58,6 +60,11 @@ def intact(place: Path, truth: dict[str, Any]) -> None:
         info = ck.tensors[Key(name, "weight")]
         assert (info.dtype, info.shape) == (dtype, shape)
         assert np.asarray(ck[name][...]).tobytes() == data, name
+    return ck
+
+
+def intact(place: Path, truth: dict[str, Any]) -> None:
+    ck = verified(place, truth)
     assert {t["name"]: found for t, found in reader.Checkpoint(place)} == {n: d for n, (_, _, d) in truth.items()}
     assert sorted(names_in(ck)) == sorted(truth)
     assert list(place.rglob(".ucf-*.tmp")) == []

@@ -11,8 +11,8 @@ from safetensors import safe_open
 import ucformat
 from tests.storage.proxy import Proxy, answer
 from tests.torch.ranks import KILLED, Ranks
+from tests.torch.test_in_place import verified
 from ucformat.errors import NotFound
-from ucformat.geometry.tensor import Key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,13 +27,7 @@ RANKS = Ranks("tests.torch.in_place_program")
 
 def intact(place: str, bucket: Bucket, found: list[Any], folder: Path) -> None:
     """The checkpoint holds what was saved, in the file of an export, and no upload is left."""
-    truth, ck = found[0][0], ucformat.open(place)
-    ucformat.verify(ck).raise_if_damaged()
-    assert set(ck.names()) == set(truth)
-    for name, (dtype, shape, data) in truth.items():
-        info = ck.tensors[Key(name, "weight")]
-        assert (info.dtype, info.shape) == (dtype, shape)
-        assert np.asarray(ck[name][...]).tobytes() == data, name
+    ck = verified(place, found[0][0])
     key = f"{ck.hf_url}/model.safetensors".removeprefix(f"s3://{bucket.name}/")
     own = bucket.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
     exported = folder / "exported"
