@@ -38,7 +38,7 @@ __all__ = ["House", "at", "circles", "here", "imported", "main"]
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "ucformat"
-SMALL, LARGE = 40, 400
+SMALL, LARGE = 40, 800
 
 _PLACES = {"Box", "Extent", "Tiles", "Copy"}
 _BEGINS = {"start", "offset", "begin"}

@@ -165,7 +165,7 @@ def test_the_public_face_is_sorted_documented_and_real() -> None:
 
 @pytest.mark.parametrize("file", [f for f in FILES if f.name != "__init__.py"], ids=lambda f: str(f.relative_to(ROOT)))
 def test_every_module_is_of_a_size_to_read(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= 400
+    assert len(file.read_text().splitlines()) <= 800
 
 
 def test_the_process_that_writes_in_the_background_does_not_load_torch() -> None:
