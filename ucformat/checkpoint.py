@@ -216,11 +216,25 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @cached_property
     def assets(self) -> Mapping[str, bytes]:
-        """Files that are kept unchanged, read on access."""
+        """Files that are kept unchanged, read on access; of a foreign one also small files that were not read."""
         if self.universal:
             docs, read = self.universal.manifest.assets, self.universal.read_file
             return LazyValues(docs, lambda name: read(docs[name]))
-        return LazyValues(self.metadata.assets, self.store.read)
+        from ucformat.sources.unread import small_enough
+
+        return LazyValues((*self.metadata.assets, *small_enough(self.unread)), self.store.read)
+
+    @cached_property
+    def unread(self) -> Mapping[str, int]:
+        """The files in a foreign checkpoint's folder that were not read, with their sizes; small ones are in `assets`.
+
+        A universal checkpoint has none: it consists of what its manifest lists.
+        """
+        if self.foreign is None:
+            return {}
+        from ucformat.sources.unread import find_unread
+
+        return MappingProxyType(find_unread(self.foreign))
 
     @cached_property
     def training_info(self) -> TrainingInfo:
@@ -230,7 +244,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if self.universal:
             m = self.universal.manifest
             return TrainingInfo(m.config, m.metrics, m.run)
-        return find_training_info(self.metadata, self.assets, self.url)
+        return find_training_info(self.metadata, LazyValues(self.metadata.assets, self.store.read), self.url)
 
     @cached_property
     def manifest(self) -> Manifest:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.cli.conftest import object_of
 from ucformat.checkpoint import open_checkpoint
@@ -41,10 +43,21 @@ def test_one_checkpoint(run: Run, tree: Path) -> None:
     assert lines[1].startswith("run9@1700  ")
     assert lines[1].endswith(f"  {place}")
     found = object_of(run("register", place, "--run", "other", "--json").stdout)
-    assert list(found) == ["checkpoints", "failures"]
+    assert list(found) == ["checkpoints", "failures", "unread"]
     assert found["checkpoints"][0]["name"] == "other@1700"
     assert run("register", place, "-q").stdout == f"{found['checkpoints'][0]['id']}\n"
     assert run("register", tree, code=3).stdout == ""
+
+
+def test_files_that_are_not_read_are_named(run: Run, tree: Path) -> None:
+    place = tree.parent / "model"
+    place.mkdir()
+    save_file({"w": np.ones(3, "float32")}, place / "model.safetensors")
+    (place / "loader.bin").write_bytes(b"x")
+    result = run("register", place)
+    assert f"  not read  loader.bin of {place}" in result.stdout.splitlines()
+    found = object_of(run("register", "-r", place, "--rescan", "--json").stdout)
+    assert found["unread"] == {str(place): ["loader.bin"]}
 
 
 def test_a_tree_with_one_that_cannot_be_read(run: Run, tree: Path) -> None:
@@ -85,7 +98,7 @@ def test_a_lost_catalog_comes_back(run: Run, tree: Path, tmp_path: Path) -> None
     run("alias", "set", "best", "run9@1700")
     (tmp_path / "catalog.db").unlink()
     found = object_of(run("reindex", tree, "--json").stdout)
-    assert list(found) == ["checkpoints", "failures", "missing", "forgotten"]
+    assert list(found) == ["checkpoints", "failures", "unread", "missing", "forgotten"]
     assert found["checkpoints"][0]["tags"] == ["good"]
     assert found["checkpoints"][0]["aliases"] == ["best"]
     assert run("reindex", tree).stdout.splitlines()[0].startswith("1 checkpoint, ")

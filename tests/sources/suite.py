@@ -18,12 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import ucformat
 from tests.engines import Made
 from tests.sources.reading import Counting, nbytes_read, read_tensor
 from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.cli.main import ucp
 from ucformat.errors import UcformatError
+from ucformat.exporters.base import left_out
 from ucformat.geometry.box import Box
 from ucformat.sources import SOURCES
 from ucformat.sources.dcp import metadata
@@ -188,6 +191,34 @@ class SourceSuite:
         assert dict(ck.objects) == dict(source.objects)
         assert dict(ck.assets) == dict(source.assets)
         assert ucformat.verify(ck.url)
+
+    def test_a_file_that_is_not_read_is_told_of(
+        self, copy: Sample, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Wherever it lies, and whatever it is called: a small one is kept, a large one is named."""
+        if not copy.path.is_dir():
+            return
+        before, assets = dict(copy.open().unread), set(copy.open().assets)
+        inside = {copy.path, *(path.parent for path in self.damageable(copy))}
+        small = [folder / name for folder in inside for name in ("added.json", "added.pth", "added")]
+        large = next(folder for folder in sorted(inside, key=lambda folder: len(folder.parts))) / "added.bin"
+        for path in small:
+            path.write_bytes(b"{}")
+        large.write_bytes(bytes(2 << 20))
+        keys = {str(path.relative_to(copy.path)) for path in small}
+        ck = copy.open()
+        assert ck.kind == copy.kind
+        assert without(read_whole(ck), copy.extra) == copy.truth
+        assert ck.unread.keys() - before.keys() <= keys | {"added.bin"}
+        assert ck.assets.keys() == assets | keys  # some of them by a rule of the source
+        assert ck.unread["added.bin"] == 2 << 20
+        lines = CliRunner().invoke(ucp, ["show", str(copy.path)]).output.splitlines()
+        assert any("not read" in line and "added.bin (2.0 MiB" in line for line in lines)
+        converted = ucformat.convert(ck, tmp_path / "converted")
+        assert all(converted.assets[key] == b"{}" for key in keys)
+        assert not converted.unread
+        assert any("does not contain them: added.bin" in message for message in caplog.messages)
+        assert "the file added.bin, which was not read" in left_out(ck, [])
 
     def hurt(self, copy: Sample, path: Path, what: str) -> None:
         """Whatever was done to a file: an error, or the whole truth; never other bytes, never zeros."""

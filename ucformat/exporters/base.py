@@ -269,4 +269,5 @@ def left_out(
         ("asset", source.assets, assets),
     ):
         found += [f"the {what} {name}" for name in names if name not in known]
+    found += [f"the file {name}, which was not read" for name in source.unread if name not in source.assets]
     return tuple(found)

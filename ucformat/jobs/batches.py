@@ -36,7 +36,8 @@ class Failure:
 class OpenedCheckpoint:
     """An opened checkpoint as it is recorded; plain data, which a worker process can send.
 
-    `keys` are those of the files of a foreign one; a universal one's are all below its folder.
+    `keys` are those of the files of a foreign one; a universal one's are all below its folder. `unread` are the files
+    in a foreign one's folder whose meaning is unknown.
     """
 
     url: str
@@ -45,6 +46,7 @@ class OpenedCheckpoint:
     files: tuple[int, int] | None
     doc: CatalogDoc | None
     keys: tuple[str, ...] | None
+    unread: tuple[str, ...] = ()
 
     def dump(self) -> str:
         """As JSON, for another process."""
@@ -64,7 +66,7 @@ class OpenedCheckpoint:
         manifest = Manifest.model_validate_json(found["manifest"])
         files = None if found["files"] is None else (int(found["files"][0]), int(found["files"][1]))
         keys = None if found["keys"] is None else tuple(found["keys"])
-        return cls(found["url"], found["kind"], manifest, files, doc, keys)
+        return cls(found["url"], found["kind"], manifest, files, doc, keys, tuple(found["unread"]))
 
 
 #: A place, its checkpoint or the reason why it cannot be opened, and how many places are left.
@@ -73,10 +75,11 @@ Opened = tuple[str, OpenedCheckpoint | UcformatError, int]
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The places where checkpoints were recorded, with their ids; and the failures."""
+    """The places where checkpoints were recorded, with their ids; the failures; and unread files by place."""
 
     present: list[tuple[str, str]]
     failures: tuple[Failure, ...]
+    unread: dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ def record_all(
         UcformatError: if `strict`, the first failure.
     """
     present, failures, done = [], [], 0
+    unread: dict[str, tuple[str, ...]] = {}
     for part in _batches(opened):
         checkpoints = [(root, found) for root, found, _ in part if not isinstance(found, UcformatError)]
         refused = _record(catalog, checkpoints, how, listings or {})
@@ -121,10 +125,12 @@ def record_all(
                 failures.append(Failure(root, error.message))
             elif not isinstance(found, UcformatError):
                 present.append((found.url, found.manifest.id))
+                if found.unread:
+                    unread[found.url] = found.unread
             done += 1
             if progress is not None:
                 progress(done, done + left)
-    return Done(present, tuple(failures))
+    return Done(present, tuple(failures), unread)
 
 
 def _batches(opened: Iterable[Opened]) -> Iterator[list[Opened]]:

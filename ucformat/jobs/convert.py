@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = ["convert", "write"]
+
+_log = logging.getLogger("ucformat")
+_MAX_NAMED = 5  # unread files that a warning names
 
 record_commits()  # here, because the packages below do not know the catalog
 
@@ -122,6 +126,7 @@ def convert(
     _check_weights(source, infos, weights, virtual=virtual)
     plan = plan_document(source, infos, how) | ({"virtual": checksums} if virtual else {})
     plan |= {"weights": weights} if weights else {}
+    _warn_of_unread(source)  # before there are files of an attempt, which may be inside the source's folder
     placed = VirtualExtents(source, infos) if virtual else None
     needs = [] if placed is None else [url for url, _ in placed.homes]
     attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
@@ -148,6 +153,15 @@ def convert(
             give_up(store, attempt)
         raise
     return Checkpoint(Universal(store, allowed_roots, done.as_read()))
+
+
+def _warn_of_unread(source: Checkpoint) -> None:
+    if lost := [name for name in source.unread if name not in source.assets]:
+        more = f" and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""
+        _log.warning(
+            "%s: ucformat does not know what these files are, and the new checkpoint does not contain them: %s%s",
+            *(source.home, ", ".join(lost[:_MAX_NAMED]), more),
+        )
 
 
 def _write_virtual(

@@ -31,10 +31,14 @@ __all__ = ["Failure", "Registered", "Reindexed", "register", "reindex"]
 
 @dataclass(frozen=True)
 class Registered:
-    """The ids of the checkpoints that are now in the catalog (new or known before), and the failures."""
+    """The ids of the checkpoints that are now in the catalog (new or known before), and the failures.
+
+    `unread` lists the files whose meaning is unknown in the folder of each foreign checkpoint, by its url.
+    """
 
     ids: tuple[str, ...]
     failures: tuple[Failure, ...]
+    unread: Mapping[str, tuple[str, ...]]
     _catalog: Catalog = field(repr=False, compare=False)
 
     @cached_property
@@ -113,7 +117,7 @@ def register(
     present = [*known.items(), *done.present]
     if recursive:  # in one order, whichever were skipped
         present.sort()
-    return Registered(tuple(i for _, i in present), done.failures, catalog)
+    return Registered(tuple(i for _, i in present), done.failures, done.unread, catalog)
 
 
 def reindex(
@@ -156,7 +160,8 @@ def reindex(
     write_documents(catalog, None)
     ids = tuple(i for _, i in (*done.present, *more.present))
     missed = tuple(p.url for p in missing)
-    return Reindexed(ids, (*done.failures, *more.failures), catalog, missed, tuple(forgotten))
+    failures, unread = (*done.failures, *more.failures), done.unread | more.unread
+    return Reindexed(ids, failures, unread, catalog, missed, tuple(forgotten))
 
 
 def _missing(

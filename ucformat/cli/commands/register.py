@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "reindex"]
 
+_MAX_NAMED = 5  # unread files of a checkpoint
 
 TRUST = click.option(
     "--trust-documents",
@@ -232,6 +233,9 @@ def _summary(found: Reindexed) -> Iterator[str]:
 
 
 def _failures(found: Registered) -> Iterator[str]:
+    for url, names in found.unread.items():
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        yield f"  not read  {', '.join(names[:_MAX_NAMED])}{more} of {url}"
     for failure in found.failures:
         yield f"  failed    {failure.url}: {failure.message}"
 
@@ -240,6 +244,7 @@ def _data(found: Registered) -> dict[str, Any]:
     return {
         "checkpoints": [entry_data(e) for e in found.entries],
         "failures": [{"url": f.url, "message": f.message} for f in found.failures],
+        "unread": {url: list(names) for url, names in found.unread.items()},
     }
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["show"]
 
+_MAX_LISTED = 20  # unread files that are listed
+
 
 @command
 @SRC
@@ -144,6 +146,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "objects": list(ck.objects),
         "per_rank": list(ck.per_rank),
         "assets": list(ck.assets),
+        "unread": dict(ck.unread),
         "zarr_url": ck.zarr_url,
         "hf_url": ck.hf_url,
         "unprotected": list(unprotected(ck)),
@@ -169,6 +172,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "objects": None,
         "per_rank": None,
         "assets": None,
+        "unread": None,
         "zarr_url": None,
         "hf_url": None,
         "unprotected": None,
@@ -276,6 +280,12 @@ def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
     for label in ("objects", "per_rank", "assets"):
         if s[label]:
             yield from field(label.replace("_", " "), ", ".join(s[label]), width)
+    unread = s["unread"] or {}
+    for name in list(unread)[:_MAX_LISTED]:
+        kept = "kept as an asset" if name in s["assets"] else "not in a conversion"
+        yield from field("not read", f"{name} ({bytes_text(unread[name])}, {kept})", width)
+    if len(unread) > _MAX_LISTED:
+        yield from field("not read", f"and {plural(len(unread) - _MAX_LISTED, 'more file')}; --json lists all", width)
 
 
 def _few(names: Sequence[str]) -> str:

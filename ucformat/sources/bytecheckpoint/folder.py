@@ -15,7 +15,9 @@ from ucformat.errors import MissingData, NotFound, UsageError
 from ucformat.sources.dcp.folder import METADATA
 
 if TYPE_CHECKING:
-    from ucformat.storage.base import Store
+    from collections.abc import Iterable
+
+    from ucformat.storage.base import Info, Store
 
 __all__ = ["LATEST", "Folder", "find_folder", "looks_like_bytecheckpoint"]
 
@@ -36,6 +38,7 @@ class Folder:
     parts: dict[str, str]  # the folder of `model` and `optimizer`, with a trailing `/` unless it is the root
     extra: tuple[str, ...]  # extra state, by rank
     others: tuple[str, ...]
+    empty: tuple[str, ...]  # files of ranks that had nothing to write
     step: int | None
 
 
@@ -65,11 +68,12 @@ def find_folder(store: Store) -> Folder:
     """
     if _is_ours(store, ""):
         name = "optimizer" if store.url.rstrip("/").endswith("/optimizer") else "model"
-        return Folder("", {name: ""}, (), (), _step(store.url.rstrip("/").rpartition("/")[0]))
+        return Folder("", {name: ""}, (), (), _empty(store.list()), _step(store.url.rstrip("/").rpartition("/")[0]))
     below = ""
     if not any(_is_ours(store, f"{part}/") for part in _PARTS):
         below = f"global_step_{_latest(store)}/"
-    keys = [info.key for info in store.list(below.rstrip("/"))]
+    infos = list(store.list(below.rstrip("/")))
+    keys = [info.key for info in infos]
     if not keys:
         raise NotFound(f"{store.url}: {LATEST} names {below[:-1]}, where there is no checkpoint")
     parts = {part: f"{below}{part}/" for part in _PARTS if any(k.startswith(f"{below}{part}/") for k in keys)}
@@ -87,7 +91,12 @@ def find_folder(store: Store) -> Folder:
         )
     taken = {*extra.values(), *(k for k in keys if any(k.startswith(p) for p in parts.values()))}
     others = tuple(k for k in keys if k not in taken and k != LATEST)
-    return Folder(below, parts, tuple(extra[r] for r in sorted(extra)), others, _step(below or store.url))
+    by_rank = tuple(extra[r] for r in sorted(extra))
+    return Folder(below, parts, by_rank, others, _empty(infos), _step(below or store.url))
+
+
+def _empty(infos: Iterable[Info]) -> tuple[str, ...]:
+    return tuple(info.key for info in infos if info.size == 0 and info.key.endswith(".distcp"))
 
 
 def _step(url: str) -> int | None:

@@ -62,7 +62,7 @@ class OpenByteCheckpoint(OpenDcp):
             objects=LazyMapping(lambda: _extra_states(self.store, folder)),
             step=folder.step,
             engine={"name": "bytecheckpoint", "version": str(metas[0].root.get("bytecheckpoint_version") or "")},
-            files=(*files, *folder.extra, *folder.others),
+            files=(*files, *folder.extra, *folder.others, *folder.empty),
             assets=folder.others,
             folder=folder.below.rstrip("/"),
         )

@@ -29,7 +29,7 @@ __all__ = ["OpenOrbax"]
 
 _MISSING_HINT = "files were lost, or the save was incomplete: restore them from another copy"
 _JSON = ("metadata", "metrics")  # the files of items that are JSON
-_OWN = (CHECKPOINT, "commit_success.txt", "orbax.checkpoint")  # bookkeeping of Orbax: no assets
+_OWN = (CHECKPOINT, "commit_success.txt", "orbax.checkpoint")  # bookkeeping of Orbax
 
 
 class OpenOrbax:
@@ -66,17 +66,18 @@ class OpenOrbax:
         objects: dict[str, Any] = {**numbers, **texts}
         if more := self._other_objects(step, items):
             objects["orbax"] = more
+        own = {key for key in step.others if key.rpartition("/")[2] in (*_OWN, *_JSON)}
+        own |= {key for item in items for key in item.files()}
         self.metadata = CheckpointMetadata(
             tensor_list=TensorList(
                 tuple(TensorInfo(*k, self._arrays[k].dtype, self._arrays[k].shape) for k in self._order())
             ),
             objects=objects,
             paths={keys[i.path_of(leaf)]: (i.state_path(leaf),) for i in items for leaf in i.tree.arrays},
-            assets=tuple(key for key in step.others if key.rpartition("/")[2] not in (*_OWN, *_JSON)),
             step=self._step(numbers, step),
             layout={"ocdbt": any(i.ocdbt for i in items), "zarr3": any(i.tree.zarr3 for i in items)},
             engine={"name": "orbax"},
-            files=tuple(step.sizes),
+            files=tuple(key for key in step.sizes if key in own),
             folder=step.folder,
         )
 

@@ -6,6 +6,7 @@ Names are paths joined by dots. Optax stores its moments in trees of the paramet
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Key
-from ucformat.sources.orbax.folder import MANIFEST, TREE
+from ucformat.sources.orbax.folder import CHECKPOINT, MANIFEST, TREE
 from ucformat.sources.orbax.ocdbt import read_ocdbt
 from ucformat.sources.pickle.stand_ins import NdArray
 from ucformat.sources.values import to_json
-from ucformat.sources.zarr.array import Array, parse_v2, parse_v3
+from ucformat.sources.zarr.array import Array, is_file_of, parse_v2, parse_v3
 from ucformat.sources.zarr.values import read_json
 from ucformat.storage.base import ByteRange
 
@@ -34,6 +35,11 @@ __all__ = ["NAMES", "STRINGS", "Item", "Leaf", "Tree", "scalar_json", "tensor_ke
 NAMES = "ucformat"
 #: The file with the leaves that are text.
 STRINGS = "_strings.json"
+
+_FILE = re.compile(
+    rf"{TREE}|{CHECKPOINT}|_sharding|{re.escape(STRINGS)}|commit_success\.txt|array_metadatas/process_\d+|"
+    rf"(ocdbt\.process_\d+/)?({re.escape(MANIFEST)}|d/[0-9a-f]{{32}})"
+)
 
 #: Kinds of leaves without data: empty parts of the tree.
 _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
@@ -174,6 +180,11 @@ class Item:
         self.scalars = {self._paths[leaf]: self._array(leaf) for leaf in self.tree.scalars}
 
         self._first = first
+
+    def files(self) -> set[str]:
+        """The files of the checkpoint that Orbax writes for this item."""
+        arrays = {array.path for array in (*self.arrays.values(), *self.scalars.values())}
+        return {k for k in self._files if _FILE.fullmatch(k[len(self._below) :]) or is_file_of(arrays, k)}
 
     def path_of(self, leaf: Leaf) -> tuple[str, ...]:
         """The path of a leaf in the checkpoint, as text.

@@ -11,10 +11,13 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.schema import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 __all__ = [
     "V2_DTYPES",
@@ -22,6 +25,7 @@ __all__ = [
     "Codec",
     "Raw",
     "Sharding",
+    "is_file_of",
     "parse_v2",
     "parse_v3",
 ]
@@ -38,6 +42,19 @@ _CODECS: dict[str, Codec] = {
 
 _MAX_DEPTH = 4  # shards within shards
 _MAX_CODECS = 8  # codecs in a chain: each may expand the output of the one before
+_ARRAY_FILE = re.compile(r"\.zarray|\.zattrs|zarr\.json|c|(c[./])?\d+([./]\d+)*")  # its metadata, or a chunk
+
+
+def is_file_of(arrays: Collection[str], key: str) -> bool:
+    """Whether a file is the metadata or a chunk of an array, by its name.
+
+    Args:
+        arrays: the paths of arrays.
+        key: the key of the file.
+    """
+    parts = key.split("/")
+    splits = (("/".join(parts[:n]), "/".join(parts[n:])) for n in range(len(parts)))
+    return any(path in arrays and _ARRAY_FILE.fullmatch(rest) for path, rest in splits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.index import unknown_tensor
 from ucformat.sources.values import to_json
-from ucformat.sources.zarr.array import Array, parse_v2, parse_v3
+from ucformat.sources.zarr.array import Array, is_file_of, parse_v2, parse_v3
 from ucformat.sources.zarr.chunks import Chunks
 from ucformat.sources.zarr.values import DecodedStore, list_values, read_json
 from ucformat.storage.concurrency import map_io
@@ -30,6 +30,7 @@ __all__ = ["OpenZarr"]
 
 _V3 = "zarr.json"
 _V2 = (".zgroup", ".zarray", ".zmetadata")
+_DOCUMENTS = frozenset({*_V2, ".zattrs", _V3})
 _CHUNK = re.compile(r"c|(c\.)?\d+(\.\d+)*")  # the names of chunks' files
 
 
@@ -52,8 +53,7 @@ def _read_hierarchy(store: Store, values: Mapping[str, Value]) -> _Hierarchy:
         MissingData: consolidated metadata name an array that does not exist.
         UnsupportedError: an array's data type or codecs are not supported.
     """
-    names = {".zarray", ".zattrs", ".zgroup", ".zmetadata", _V3}
-    keys = [key for key in values if key.rpartition("/")[2] in names]
+    keys = [key for key in values if key.rpartition("/")[2] in _DOCUMENTS]
     documents = dict(zip(keys, map_io(lambda key: read_json(store, values, key), keys), strict=True))
     out = _Hierarchy(3 if _V3 in documents else 2)
     for key in documents:
@@ -180,7 +180,7 @@ class OpenZarr:
             objects={"attributes": to_json(found.attributes)} if found.attributes else {},
             layout={"zarr_format": found.version},
             engine={"name": "zarr", "version": str(found.version)},
-            files=tuple(v.file for v in values.values()),
+            files=tuple(k for k in values if k.rpartition("/")[2] in _DOCUMENTS or is_file_of(found.arrays, k)),
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:

@@ -1,0 +1,76 @@
+"""The files in a foreign checkpoint's folder that its source has not read: small ones are kept, all others are named.
+
+A source lists what it has read (`metadata.files`) and what it keeps as it is (`metadata.assets`). Whatever else is in
+the folder may be a part of the training state that this version does not know, so nothing of it is left out in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ucformat.reading.readable import TRACKERS
+from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ucformat.sources.base import OpenSource
+
+__all__ = ["find_unread", "small_enough"]
+
+_MAX_FILE_BYTES = 1 << 20  # of a file that is kept
+_MAX_KEPT_BYTES = 32 << 20  # of all that are kept
+_MAX_KEPT = 256
+_ATTEMPT = re.compile(r"(.+/)attempts/[0-9a-f]{20}\.json")  # in the folder of a universal checkpoint
+
+
+def find_unread(source: OpenSource) -> dict[str, int]:
+    """List the files of the folder that the source neither read nor keeps, with their sizes.
+
+    If the store's root is above the checkpoint's folder, the files beside that folder count, too, and other folders
+    there do not: they are other checkpoints of the run. Neither do universal checkpoints inside the folder.
+
+    Args:
+        source: the opened checkpoint.
+    """
+    metadata = source.metadata
+    if metadata.folder in metadata.files:  # a file that was opened by its name, whatever is beside it
+        return {}
+    sizes = {info.key: info.size for info in source.store.list()}
+    listed = {*metadata.files, *metadata.assets}
+    below = f"{metadata.folder}/" if metadata.folder else ""
+    universal = tuple({match[1] for key in sizes if (match := _ATTEMPT.fullmatch(key))})
+    return {
+        key: size
+        for key, size in sorted(sizes.items())
+        if key not in listed and not key.startswith(universal) and _is_part(key, below) and not _is_record(key, below)
+    }
+
+
+def small_enough(unread: Mapping[str, int]) -> Iterator[str]:
+    """The files that are kept as assets although their meaning is unknown.
+
+    Args:
+        unread: sizes by key.
+    """
+    room, count = _MAX_KEPT_BYTES, 0
+    for key, size in unread.items():
+        if size <= min(_MAX_FILE_BYTES, room) and count < _MAX_KEPT:
+            room -= size
+            count += 1
+            yield key
+
+
+def _is_part(key: str, below: str) -> bool:
+    """Whether a file is in the checkpoint's folder, or directly in one above it."""
+    folder = key.rpartition("/")[0]
+    return key.startswith(below) or not folder or below.startswith(f"{folder}/")
+
+
+def _is_record(key: str, below: str) -> bool:
+    """Whether a file only names the last checkpoint of the run, or is ucformat's own record of the checkpoint."""
+    if "/" not in key and key in TRACKERS:
+        return True
+    own = key.removeprefix(below)
+    return own in (CATALOG_DOCUMENT, TOMBSTONE) or own.startswith(f"{NEEDED_BY}/")
