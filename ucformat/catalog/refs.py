@@ -1,4 +1,4 @@
-"""References to checkpoints, with one grammar for Python, command line and web, and the places of checkpoints.
+"""References to checkpoints, with one grammar for Python and the command line, and the places of checkpoints.
 
 a place        a path or url: anything with `://`, or that begins with `/`, `./`, `../` or `~`
 run7@1000      the checkpoint of a run at a step
