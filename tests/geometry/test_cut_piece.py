@@ -13,13 +13,13 @@ from ucformat.geometry.tensor import Piece, cut_piece
 @st.composite
 def pieces(draw: st.DrawFn) -> tuple[Piece, int]:
     """A box of an array whose dims are in any order in memory, and the elements of the buffer."""
-    local = draw(st.lists(st.integers(1, 5), max_size=4))
+    local = draw(st.lists(st.integers(2, 5), min_size=1, max_size=4))
     strides, size = [0] * len(local), 1
     for d in draw(st.permutations(range(len(local)))):
         strides[d] = size
         size *= local[d]
-    start = [draw(st.integers(0, n - 1)) for n in local]
-    shape = [draw(st.integers(0, n - a)) for n, a in zip(local, start, strict=True)]
+    start = [draw(st.integers(0, n // 2)) for n in local]
+    shape = [draw(st.integers(1, n - a)) for n, a in zip(local, start, strict=True)]
     shift = draw(st.integers(0, 5))
     offset = shift + sum(a * s for a, s in zip(start, strides, strict=True))
     return Piece(Box(tuple(start), tuple(shape)), offset, tuple(strides), "flat:0"), shift + size + 3
@@ -34,19 +34,34 @@ def elements(piece: Piece) -> dict[int, tuple[int, ...]]:
     }
 
 
-@given(pieces(), st.data())
-def test_cut(drawn: tuple[Piece, int], data: st.DataObject) -> None:
-    piece, size = drawn
-    start = data.draw(st.integers(0, size))
-    stop = data.draw(st.integers(start, size))
-    found: dict[int, tuple[int, ...]] = {}
+def check_cut(piece: Piece, start: int, stop: int) -> None:
+    covered: dict[int, tuple[int, ...]] = {}
     for part in cut_piece(piece, start, stop):
         own = elements(part)
         assert own
-        assert not found.keys() & own.keys()
+        assert not covered.keys() & own.keys()
         assert part.buffer == piece.buffer
-        found |= own
-    assert found == {at: i for at, i in elements(piece).items() if start <= at < stop}
+        covered |= own
+    assert covered == {at: i for at, i in elements(piece).items() if start <= at < stop}
+
+
+@given(pieces(), st.lists(st.floats(0, 1), min_size=12, max_size=12))
+def test_cut(drawn: tuple[Piece, int], ends: list[float]) -> None:
+    piece, size = drawn
+    for a, b in zip(ends[::2], ends[1::2], strict=True):
+        check_cut(piece, int(min(a, b) * size), int(max(a, b) * size))
+
+
+def test_every_range_of_two_dims() -> None:
+    for piece in (
+        Piece(Box((1, 2), (3, 4)), 5, (5, 1), None),
+        Piece(Box((0, 0), (3, 4)), 0, (1, 3), None),
+        Piece(Box((), ()), 2, (), None),
+        Piece(Box((0, 0), (0, 4)), 2, (4, 1), None),
+    ):
+        for start in range(22):
+            for stop in range(start, 22):
+                check_cut(piece, start, stop)
 
 
 def test_a_range_of_rows_is_few_pieces() -> None:

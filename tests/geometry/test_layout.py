@@ -269,3 +269,13 @@ def test_thousands_of_tensors_on_hundreds_of_ranks() -> None:
     assert len(pieces) < 5000
     bound.prove()
     assert time.process_time() - began < 60
+
+
+def test_one_axis_is_a_list_of_one() -> None:
+    for name, listed in (
+        (Owner(1, "tp"), Owner(1, ("tp",))),
+        (Partial("mean", "tp"), Partial("mean", ("tp",))),
+        (Shard(0, "tp"), Shard(0, ("tp",))),
+        (Stage("pp", 1), Stage(("pp",), 1)),
+    ):
+        assert name == listed
