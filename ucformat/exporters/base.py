@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ucformat.errors import UsageError
+from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
 from ucformat.schema import ITEMSIZE
@@ -144,6 +144,14 @@ class Target:
 
     files: tuple[TargetFile, ...]
     left_out: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that no file replaces another."""
+        twice = [key for key, count in Counter(file.key for file in self.files).items() if count > 1]
+        if twice:
+            raise UnsupportedError(
+                f"two files of the export would have the path {twice[0]}", hint="give tensors other names by a view"
+            )
 
 
 def option(default: Any, how: str, text: str) -> Any:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 from zlib import crc32
 
 import numpy as np
 
+from ucformat.errors import Conflict, NotFound
 from ucformat.exporters import make_exporter
 from ucformat.exporters.base import Sealed, Span
 from ucformat.format.digest import document_digest
 from ucformat.geometry.box import bounding_box
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.bands import WriteBehind, bands
+from ucformat.jobs.export_claim import CLAIM, FOLDER, read_claim
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
 from ucformat.jobs.inputs import Input
 from ucformat.jobs.links import link_file
@@ -21,6 +24,7 @@ from ucformat.jobs.reopen import options_of, other_found, plain_options, reopen,
 from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.sums import sums_of
 from ucformat.reading.readable import TRACKERS
+from ucformat.storage.base import exists
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.upload import unit_for
 from ucformat.storage.url import open_store
@@ -35,13 +39,11 @@ if TYPE_CHECKING:
     from ucformat.exporters.base import Exporter, TargetFile
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.jobs.bands import Cut
+    from ucformat.jobs.export_claim import Claim
     from ucformat.jobs.sums import SumPart
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import Info, Store
 
-__all__ = ["FOLDER", "ExportJob", "FilesJob", "plan_of"]
-
-#: The folder of an unfinished export with its records; it is removed when the export is complete.
-FOLDER = "ucformat-export"
+__all__ = ["ExportJob", "FilesJob", "plan_of"]
 
 
 def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter) -> dict[str, Any]:
@@ -82,6 +84,7 @@ class FilesJob(RecordedJob):
         self.source, self.store, self.files = source, store, files
         self.count = len(self.files)
         self.finished = set()
+        self.outputs: dict[str, Info] = {}  # the files of finished tasks, as they were written
         self.bare = False  # whether elements were exported that no checksum of the source covers
         self.input = Input(source, verify=verify)
 
@@ -108,7 +111,7 @@ class FilesJob(RecordedJob):
         return self.write(self.files[task]), b""
 
     def write(self, file: TargetFile, advance: Callable[[memoryview], None] | None = None) -> bool:
-        """Write a file; a last one appears only if the source is intact and unchanged.
+        """Write a file; it appears only if the destination is still this job's, a last one if the source is intact.
 
         Args:
             file: the file.
@@ -118,6 +121,7 @@ class FilesJob(RecordedJob):
             Whether elements that were read have no checksum in the source.
         """
         if file.link is not None:
+            self.check_claim()
             link_file(self.source.store, file.link, self.store, file.key)
             return True
         bare = False
@@ -137,7 +141,11 @@ class FilesJob(RecordedJob):
             behind.wait()
             if file.last:
                 self.check_source()
+            self.check_claim()
         return bare
+
+    def check_claim(self) -> object:
+        """Check that the destination still belongs to this job."""
 
     def _fill(self, band: Sequence[Cut], memory: NDArray[np.uint8]) -> bool:
         """Fill memory with consecutive parts of a file; returns whether elements have no checksum."""
@@ -175,6 +183,7 @@ class FilesJob(RecordedJob):
         for task in doc.tasks:
             if task.task < self.count and task.file == self.files[task.task].key:
                 self.finished.add(task.task)
+                self.outputs[task.file] = task.info
                 self.bare |= task.bare
                 self.take_crcs(task)
         if self.input.verifier is not None:
@@ -228,6 +237,11 @@ class ExportJob(FilesJob):
         return f"{self.store.url}/{self.target.files[0].key}" if self.exporter.one_file else self.store.url
 
     @property
+    def claim(self) -> str:
+        """The key of the claim on the destination."""
+        return f"{FOLDER}/{self.target.files[0].key}.json" if self.exporter.one_file else CLAIM
+
+    @property
     def records(self) -> str:
         """See RecordedJob."""
         return f"{FOLDER}/{self.attempt}/finished"
@@ -266,6 +280,50 @@ class ExportJob(FilesJob):
         """The bytes of the files that are written last."""
         return sum(f.nbytes for f in self.target.files if f.last)
 
+    def own_claim(self) -> Claim | None:
+        """The claim on the destination, if it is this export's."""
+        found = read_claim(self.store, self.claim)
+        return found[0] if found is not None and found[0].attempt == self.attempt else None
+
+    def check_claim(self) -> Claim:
+        """The claim on the destination.
+
+        Raises:
+            Conflict: another export has taken the place, or another process of the same export has finished it.
+        """
+        claim = self.own_claim()
+        if claim is None:
+            raise Conflict(
+                f"{self.url} no longer belongs to this export: another one has replaced or finished it meanwhile",
+                hint="look at what is there; to write it again, pass overwrite=True (--overwrite)",
+            )
+        return claim
+
+    def keep(self, record: str) -> None:
+        """See Job."""
+        self.check_claim()
+        super().keep(record)
+
+    def _check_outputs(self) -> None:
+        """Check that the files of tasks are as they were written, and remove what a replaced export wrote late.
+
+        Raises:
+            Conflict: a file is gone, or is not the one that was written.
+        """
+        claim = self.check_claim()
+        keys = [file.key for file in self.files]
+        links = {file.key for file in self.files if file.link is not None}  # change when others are made
+        for key, info in zip(keys, map_io(partial(_info_or_none, self.store), keys), strict=True):
+            if info is None or not (key in links or info.is_same(self.outputs[key])):
+                raise Conflict(
+                    f"{self.store.url}/{key} is not the file that this export wrote: another program wrote there",
+                    hint="when that program has ended, run the same export again: it writes this file again",
+                )
+        for key in set(claim.removes) - {file.key for file in self.target.files}:
+            if not key.startswith(f"{FOLDER}/") and exists(self.store, key):
+                self.check_claim()
+                self.store.delete(key)
+
     def finish(self, progress: Callable[[int, int], None] | None) -> None:
         """Write the files that are last; call it when all tasks are finished.
 
@@ -274,7 +332,7 @@ class ExportJob(FilesJob):
 
         Raises:
             ChecksumError: a file of the source is damaged.
-            Conflict: a file of the source has changed.
+            Conflict: a file of the source has changed, or another program writes at the destination.
         """
         done, total = self.total, self.total + self.last_nbytes
 
@@ -285,11 +343,19 @@ class ExportJob(FilesJob):
                 progress(min(done, total), total)
 
         self.check_source()
+        self._check_outputs()
         for file in self.target.files:
             if file.last:
                 self.store.flush()
                 self.bare |= self.write(file, advance)
         self.store.flush()
+
+
+def _info_or_none(store: Store, key: str) -> Info | None:
+    try:
+        return store.info(key)
+    except NotFound:
+        return None
 
 
 def _continue_crcs(band: Sequence[Cut], memory: NDArray[np.uint8], crcs: list[int]) -> None:

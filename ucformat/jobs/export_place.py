@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from ucformat.catalog.refs import same_url
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import Conflict, NotFound, UcformatError
+from ucformat.errors import Conflict, UcformatError
 from ucformat.jobs.documents import protections_of
-from ucformat.jobs.export_files import FOLDER
+from ucformat.jobs.export_claim import CLAIM, FOLDER, Claim, read_claim
 from ucformat.reading.readable import TRACKERS
 from ucformat.schema.documents import CATALOG_DOCUMENT
 from ucformat.schema.manifest import MANIFEST
@@ -23,58 +22,84 @@ if TYPE_CHECKING:
 __all__ = ["begin_export", "end_export", "give_up_export"]
 
 
-class _Begun(BaseModel):
-    """The record of an unfinished export: the keys of its files, and of those that it is to remove first."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    format: Literal["ucformat-export-1"] = "ucformat-export-1"
-    files: tuple[str, ...]
-    removes: tuple[str, ...] = ()
-
-
 def begin_export(job: ExportJob, *, overwrite: bool) -> None:
     """Begin or continue an export.
+
+    No file of it is written before `cleared.json` is there: whoever puts it has seen that the place is as the claim
+    says, and has removed what the export replaces.
 
     Args:
         job: the export.
         overwrite: remove what is at the destination, if it is a foreign checkpoint or an unfinished export.
 
     Raises:
-        Conflict: the destination holds other files.
+        Conflict: the destination holds other files, or another export.
     """
-    store = job.store
-    key, cleared = f"{FOLDER}/{job.attempt}/begun.json", f"{FOLDER}/{job.attempt}/cleared.json"
-    begun = _read_begun(store, key)
-    job.continued = begun is not None
-    if begun is None:
-        removes = _in_the_way(store, job, overwrite=overwrite)
-        begun = _Begun(files=tuple(f.key for f in job.target.files), removes=tuple(removes))
-        try:
-            store.put_if_absent(key, begun.model_dump_json(indent=1).encode())
-        except Conflict:  # another process of the same job
-            begun = _read_begun(store, key) or begun
-    if not begun.removes or exists(store, cleared):
+    store, cleared = job.store, f"{FOLDER}/{job.attempt}/cleared.json"
+    claim = job.own_claim()
+    job.continued = claim is not None
+    if claim is None:
+        claim = _put_claim(job, overwrite=overwrite)
+    if exists(store, cleared):
         return
-    if not overwrite:
+    if claim.removes and not overwrite:
         raise Conflict(
-            f"{store.url} holds an export that was to replace {len(begun.removes):,} files, and was interrupted",
+            f"{store.url} holds an export that was to replace {len(claim.removes):,} files, and was interrupted",
             hint="run it again with overwrite=True (--overwrite), or choose another place",
         )
-    for file in begun.removes:
-        if not file.startswith(f"{FOLDER}/{job.attempt}/"):
-            store.delete(check_key(file))
+    removes = [check_key(key) for key in claim.removes]
+    late = [key for key in _there(job) if key not in removes and not _is_own_record(job, key)]
+    if late and not exists(store, cleared):
+        _withdraw(job)
+        raise Conflict(
+            f"another program has written {late[0]} in {store.url} at the same time",
+            hint="choose another place, or wait until that program has ended",
+        )
+    for key in removes:
+        if not _is_own_record(job, key):
+            job.check_claim()  # an export that has taken the place meanwhile may have written this file
+            store.delete(key)
     store.flush()
-    store.put_if_absent(cleared, b"{}")
+    with suppress(Conflict):  # another process of the same export was faster
+        store.put_if_absent(cleared, b"{}")
 
 
-def _read_begun(store: Store, key: str) -> _Begun | None:
+def _put_claim(job: ExportJob, *, overwrite: bool) -> Claim:
+    """Claim the destination, or continue the same export of another process that was faster."""
+    store, other = job.store, read_claim(job.store, job.claim)
     try:
-        return _Begun.model_validate_json(store.read(key))
-    except NotFound:
-        return None
-    except ValidationError:
-        raise Conflict(f"{store.url}/{key} is not a record of an export", hint="choose another place") from None
+        removes = _in_the_way(store, job, overwrite=overwrite)
+    except Conflict:
+        if (claim := job.own_claim()) is not None:
+            return claim
+        raise
+    claim = Claim(attempt=job.attempt, files=tuple(f.key for f in job.target.files), removes=tuple(removes))
+    data = claim.model_dump_json(indent=1).encode()
+    try:
+        if other is None:
+            store.put_if_absent(job.claim, data)
+        else:
+            store.replace(job.claim, data, other[1])
+            store.delete_prefix(f"{FOLDER}/{other[0].attempt}")
+    except Conflict:
+        if (found := job.own_claim()) is not None:
+            return found
+        raise Conflict(
+            f"another export has begun to write {job.url} at the same time",
+            hint="choose another place, or wait until that export has ended",
+        ) from None
+    return claim
+
+
+def _is_own_record(job: ExportJob, key: str) -> bool:
+    return key == job.claim or key.startswith(f"{FOLDER}/{job.attempt}/")
+
+
+def _there(job: ExportJob) -> list[str]:
+    """What there may be at the destination: all files of a folder; of a file itself, and the claim on its folder."""
+    if not job.exporter.one_file:
+        return [info.key for info in job.store.list()]
+    return [key for key in (CLAIM, job.target.files[0].key) if exists(job.store, key)]
 
 
 def _in_the_way(store: Store, job: ExportJob, *, overwrite: bool) -> list[str]:
@@ -89,10 +114,7 @@ def _in_the_way(store: Store, job: ExportJob, *, overwrite: bool) -> list[str]:
     if not there:
         return []
     if not overwrite and any(key.startswith(f"{FOLDER}/") for key in there):
-        raise Conflict(
-            f"{store.url} holds an unfinished export of another checkpoint, or with other options",
-            hint="finish that one, choose another place, or pass overwrite=True (--overwrite) to remove it",
-        )
+        raise _unfinished(store.url)
     if not overwrite:
         raise Conflict(
             f"{store.url} is not empty: it holds {there[0]}{' and other files' if len(there) > 1 else ''}",
@@ -104,9 +126,11 @@ def _in_the_way(store: Store, job: ExportJob, *, overwrite: bool) -> list[str]:
             hint="choose another place, or delete that checkpoint with `ucp delete` and `ucp gc`",
         )
     known = {key for key in there if key.startswith(f"{FOLDER}/")}
-    for key in [k for k in known if k.endswith("/begun.json")]:  # of other exports that were not finished
-        found = _read_begun(store, key)
-        known |= set(found.files) | set(found.removes) if found else set()
+    late: set[str] = set()  # what exports that are not finished may still write
+    for key in [k for k in known if k.count("/") == 1]:
+        if (found := read_claim(store, key)) is not None:
+            late |= {check_key(name) for name in found[0].files}
+            known |= late | set(found[0].removes)
     if not known:
         known = _checkpoint_files(store, job)
     if others := [key for key in there if key not in known]:
@@ -115,7 +139,14 @@ def _in_the_way(store: Store, job: ExportJob, *, overwrite: bool) -> list[str]:
             "which belongs to no checkpoint that could be replaced",
             hint="choose another place, or remove these files",
         )
-    return sorted(there)
+    return sorted({*there, *late})
+
+
+def _unfinished(url: str) -> Conflict:
+    return Conflict(
+        f"{url} holds an unfinished export of another checkpoint, or with other options",
+        hint="finish that one, choose another place, or pass overwrite=True (--overwrite) to remove it",
+    )
 
 
 def _file_in_the_way(job: ExportJob, *, overwrite: bool) -> list[str]:
@@ -126,6 +157,13 @@ def _file_in_the_way(job: ExportJob, *, overwrite: bool) -> list[str]:
             f"{job.store.url} holds a universal checkpoint, in which an export writes nothing",
             hint="choose another place",
         )
+    if exists(job.store, CLAIM):
+        raise Conflict(
+            f"{job.store.url} holds an unfinished export of a whole folder",
+            hint=f"finish it, choose another place, or remove the folder {FOLDER} there",
+        )
+    if not overwrite and exists(job.store, job.claim):
+        raise _unfinished(job.url)
     if not exists(job.store, key):
         return []
     if not overwrite:
@@ -166,13 +204,24 @@ def _checkpoint_files(store: Store, job: ExportJob) -> set[str]:
 
 
 def give_up_export(job: ExportJob) -> None:
-    """Remove the records of an export that failed before it wrote any file.
+    """Remove the records of an export that failed before it wrote any file, or whose place another one has taken.
 
     Args:
         job: the export.
     """
-    if all(info.key.startswith(f"{FOLDER}/") for info in job.store.list()):
-        end_export(job)
+    if job.own_claim() is None:
+        job.store.delete_prefix(f"{FOLDER}/{job.attempt}")
+        job.store.prune(FOLDER)
+    elif all(key.startswith(f"{FOLDER}/") for key in _there(job)):
+        _withdraw(job)
+
+
+def _withdraw(job: ExportJob) -> None:
+    """Remove the claim of an export and its other records, and no other's."""
+    job.store.delete_prefix(f"{FOLDER}/{job.attempt}")
+    job.store.delete(job.claim)
+    job.store.prune(FOLDER)
+    job.store.flush()
 
 
 def end_export(job: ExportJob) -> None:
@@ -180,12 +229,15 @@ def end_export(job: ExportJob) -> None:
 
     Args:
         job: the export.
+
+    Raises:
+        Conflict: another export has taken the place.
     """
+    job.check_claim()
     if job.exporter.one_file:  # other exports may be writing beside it
-        job.store.delete_prefix(f"{FOLDER}/{job.attempt}")
-        job.store.prune(FOLDER)
+        _withdraw(job)
     else:
         job.store.delete_prefix(FOLDER)
-    job.store.flush()
+        job.store.flush()
     if job.continued or not job.exporter.one_file:  # the folder of a file may hold a whole home directory
         job.store.sweep()
