@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import stat
 from pathlib import Path
@@ -80,6 +81,26 @@ def test_a_file_system_without_reflinks(model: Path, tmp_path: Path, monkeypatch
     assert "--link=hard" in str(raised.value.hint)
     ucformat.export(model, tmp_path / "out", "safetensors")  # nothing is in the way
     same(tensors_of(tmp_path / "out"), random_arrays(5))
+
+
+def test_shards_in_subfolders_keep_their_paths(model: Path, tmp_path: Path) -> None:
+    """Two shards of one name in two folders are two files, and the index names both."""
+    index = model / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    found = json.loads(index.read_text())
+    places = {
+        file: f"{'ab'[n % 2]}/part{n // 2}.safetensors" for n, file in enumerate(set(found["weight_map"].values()))
+    }
+    for file, place in places.items():
+        (model / place).parent.mkdir(exist_ok=True)
+        (model / file).rename(model / place)
+    found["weight_map"] = {name: places[file] for name, file in found["weight_map"].items()}
+    index.write_text(json.dumps(found))
+    ucformat.export(model, tmp_path / "out", "safetensors", link="hard", read_only=True)
+    same(tensors_of(tmp_path / "out"), random_arrays(5))
+    for place in places.values():
+        assert (tmp_path / "out" / place).samefile(model / place)
 
 
 def test_what_cannot_be_linked(model: Path, tmp_path: Path) -> None:

@@ -136,10 +136,13 @@ class SafetensorsExporter(Exporter):
 
 
 def _own_files(source: Checkpoint) -> dict[str, tuple[str, int]]:
-    """The safetensors files of which a source consists, with their keys and sizes, by the name that loaders expect."""
+    """The safetensors files of which a source consists, with their keys and sizes, by the name that loaders expect.
+
+    An index names its shards by their paths below its folder, so they keep them.
+    """
     if source.foreign is not None:
         keys = source.metadata.files if source.kind == "safetensors" else ()
-        return {key.rpartition("/")[2]: (key, source.store.info(key).size) for key in keys}
+        return {key: (key, source.store.info(key).size) for key in keys}
     folder = source.universal.weights_folder if source.universal else None
     if folder is None:
         return {}
