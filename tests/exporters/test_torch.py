@@ -18,12 +18,13 @@ import ucformat.torch
 from tests.fakes import ODD, FakeSource
 from tests.sources.test_torch_save import Net, trained
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.errors import Conflict, UnsupportedError, UsageError
+from ucformat.errors import Conflict, UcformatError, UnsupportedError, UsageError
 from ucformat.exporters.base import Span
 from ucformat.exporters.pickle import ALLOWED, SavedTensor, Storage
 from ucformat.exporters.torch_file import torch_archive
 from ucformat.jobs.convert import convert
 from ucformat.jobs.export import export, plan_export
+from ucformat.reading.readable import Place, path_from_json
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -263,6 +264,68 @@ def test_tensors_whose_path_is_lost_are_listed(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"up\.bias \(weight\), up\.bias \(step\)"):
         export(source, tmp_path / "b.pt", "torch", nested=True)
     assert not (tmp_path / "b.pt").exists()
+
+
+def test_a_position_in_a_list_allocates_nothing(tmp_path: Path) -> None:
+    source = FakeSource.write(LocalStore(tmp_path / "s"), ODD)
+    metadata = source.metadata
+    for position in (1, -1, 7, 2**31, 2**62, 10**30):
+        paths = {key: (("list", n),) for n, key in enumerate(source.offsets, -2 if position < 0 else 0)}
+        paths[next(iter(paths))] = (("list", position),)
+        source.metadata = metadata.replace(paths=paths)
+        with pytest.raises(UcformatError, match=r"does not record all items of the list list|where another value is"):
+            export(Checkpoint(source), tmp_path / "x.pt", "torch", nested=True)
+    source.metadata = metadata.replace(
+        paths={key: (("list", n),) for n, key in enumerate(reversed(list(source.offsets)))}
+    )
+    export(Checkpoint(source), tmp_path / "x.pt", "torch", nested=True)
+    assert len(loaded(tmp_path / "x.pt")["list"]) == len(ODD)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict | list | tuple | set):
+        return [leaf for v in (value.values() if isinstance(value, dict) else value) for leaf in _leaves(v)]
+    return [value]
+
+
+parts = st.integers(-2, 3) | st.sampled_from(
+    ["model", "optim", "state", "param_groups", "params", "1", "$int:1", "$int:--1", "$int:" + "1" * 5000, 10**30, "²"]
+)
+paths = st.lists(parts, max_size=5)
+odd_values = st.recursive(
+    st.none() | st.integers(0, 3) | st.text(max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["$tuple", "$dict", "$set", "$ref", "$tensor", "$dtype", "params", "1"]), inner
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(
+    st.lists(paths, min_size=len(ODD), max_size=len(ODD)),
+    st.lists(st.tuples(paths, odd_values, st.lists(st.sampled_from(["0", "1", "a"]), max_size=2)), max_size=2),
+    st.dictionaries(st.sampled_from(["model", "optim", "state", "value", "param_groups"]), odd_values),
+)
+def test_paths_of_any_kind_end_in_an_error_or_in_a_state_with_all_tensors(
+    tmp_path: Path, at: list[list[Any]], groups: list[tuple[list[Any], Any, list[str]]], objects: dict[str, Any]
+) -> None:
+    source = FakeSource.write(LocalStore(tmp_path / "s"), ODD, objects=objects)
+    keys = source.offsets
+    source.metadata = source.metadata.replace(
+        paths={key: (path_from_json(path),) for key, path in zip(keys, at, strict=True) if path},
+        groups=tuple({"params": ["a", "b"], "state": state} for _, state, _ in groups),
+        places=tuple(Place(path_from_json(path), tuple(names)) for path, _, names in groups),
+    )
+    try:
+        export(Checkpoint(source), tmp_path / "b.pt", "torch", nested=True, overwrite=True)
+    except UcformatError:
+        return
+    tensors = [leaf for leaf in _leaves(loaded(tmp_path / "b.pt")) if isinstance(leaf, torch.Tensor)]
+    assert len({id(tensor) for tensor in tensors}) >= len(ODD)
 
 
 def test_pickles_name_nothing_else(tmp_path: Path) -> None:

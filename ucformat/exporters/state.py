@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import UnsupportedError
+from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey, Place, path_from_json
 from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import from_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -39,6 +39,7 @@ _FOREIGN = {
     "$path": "a path",
 }
 _MAX_NAMED = 10
+_MAX_DEPTH = 200  # of values, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,11 @@ class Leaves:
     dtype: Callable[[str], Any]
 
 
-class _Tuple(list[Any]):
+class _List(dict[int, Any]):
+    """A list by position, until all tensors are in it: positions that paths give allocate nothing."""
+
+
+class _Tuple(_List):
     """A tuple, until all tensors are in it."""
 
 
@@ -77,7 +82,18 @@ def nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves
 
     Raises:
         UnsupportedError: a tensor has no place in it.
+        IntegrityError: the paths that the checkpoint records are not those of a state.
     """
+    try:
+        return _nested_state(source, infos, leaves)
+    except (IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise IntegrityError(
+            f"the paths and values that {source.url} records are not those of a state: {type(error).__name__}: {error}",
+            hint="export without --nested",
+        ) from error
+
+
+def _nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves) -> tuple[Any, tuple[str, ...]]:
     build = _Build(source, {info.key: info for info in infos}, leaves)
     build.values()
     recorded = source.metadata.paths
@@ -92,9 +108,9 @@ def nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves
             if number:
                 further.append((path, info.key))
             else:
-                build.put(build.numbered(path), build.tensor(info.key))
+                build.put_tensor(build.numbered(path), info.key)
     for path, key in further:
-        build.put(path, build.tensor(key))
+        build.put_tensor(path, key)
     if lost := [str(info.key) for info in infos if info.key not in build.placed]:
         more = f" and {len(lost) - _MAX_NAMED:,} more" if len(lost) > _MAX_NAMED else ""
         raise UnsupportedError(
@@ -106,7 +122,7 @@ def nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves
             build.group(group, place)
         elif not build.has_groups:
             build.left.append(f"the hyper-parameters of {len(group['params']):,} parameters")
-    return _finished(build.root, build.lists), tuple(build.left)
+    return build.finished(build.root), tuple(build.left)
 
 
 def _is_numbered(place: Place) -> bool:
@@ -142,20 +158,20 @@ class _Build:
         objects = {k: v for k, v in self.source.objects.items() if k not in _NOTES}
         first = {p[0] for paths in self.source.metadata.paths.values() for p in paths if p}
         if first and all(type(part) is int for part in first):  # the state is a list
-            objects, self.root = objects.get("value", []), []
+            objects, self.root = objects.get("value", []), _List()
         self.root = self.decode(objects, "")
 
     def decode(self, value: Any, path: str) -> Any:
         """The value of a JSON form."""
         if isinstance(value, list):
-            return [self.decode(v, f"{path}[{i}]") for i, v in enumerate(value)]
+            return _List((i, self.decode(v, f"{path}[{i}]")) for i, v in enumerate(value))
         if not isinstance(value, dict):
             return value
         form = next(iter(value), "")
         if form in _FOREIGN:
             raise _NoPlaceError(f"the value {path} ({value[form] if form == '$class' else _FOREIGN[form]})")
         if len(value) == 1 and form == "$tuple":
-            return _Tuple(self.decode(v, f"{path}[{i}]") for i, v in enumerate(value[form]))
+            return _Tuple((i, self.decode(v, f"{path}[{i}]")) for i, v in enumerate(value[form]))
         if len(value) == 1 and form == "$ref":
             key = Key(value[form], "weight")
             if key not in self.infos:
@@ -184,33 +200,38 @@ class _Build:
 
     def put(self, path: StatePath, value: Any) -> None:
         """Put a value at its path; lists and dictionaries on the way are made."""
-        node = self.root
+        if len(path) > _MAX_DEPTH:
+            raise IntegrityError(f"{self.source.url} has a tensor {len(path):,} levels deep in the program's state")
+        node: Any = self.root
         for part, after in zip(path, (*path[1:], None), strict=True):
-            missing = value if after is None else [] if type(after) is int else {}
-            if isinstance(node, list) and type(part) is int:
-                node.extend([None] * (part + 1 - len(node)))
-                if after is None or node[part] is None:
-                    node[part] = missing
-            elif isinstance(node, dict):
-                if type(part) is int:
-                    self.lists.add(id(node))
-                if after is None:
-                    node[part] = missing
-                else:
-                    node.setdefault(part, missing)
-            else:
+            is_list = isinstance(node, _List)
+            if not isinstance(node, dict) or (is_list and type(part) is not int):
                 raise UnsupportedError(
                     f"{self.source.url} has a tensor at {dotted(path)}, below another value",
                     hint="export without --nested",
                 )
+            if type(part) is int:
+                self.lists.add(id(node))
+            if after is None:
+                node[part] = value
+            elif part not in node or (is_list and node[part] is None):
+                node[part] = _List() if type(after) is int else {}
             node = node[part]
+
+    def put_tensor(self, path: StatePath, key: Key) -> None:
+        """Put a tensor at a path where there is nothing yet."""
+        if self.at(path, None) is not None:
+            raise UnsupportedError(
+                f"{self.source.url} has {key} at {dotted(path)}, where another value is", hint="export without --nested"
+            )
+        self.put(path, self.tensor(key))
 
     def numbered(self, path: StatePath) -> StatePath:
         """The path of a state of a parameter that its optimizer numbers, where DCP made a text of the number."""
         if len(path) < 3 or path[-3] != _STATE or not (isinstance(path[-2], str) and path[-2].isdecimal()):
             return path
         groups = self.at((*path[:-3], GROUPS), [])
-        known = any(isinstance(g, dict) and int(path[-2]) in g.get("params", ()) for g in groups)
+        known = any(IntKey(path[-2]) in _items(g.get("params")) for g in _items(groups) if isinstance(g, dict))
         return (*path[:-2], IntKey(path[-2]), path[-1]) if known else path
 
     def group(self, group: Mapping[str, Any], place: Place) -> None:
@@ -221,7 +242,8 @@ class _Build:
             for name, option in ((n, o) for n in place.names for o in options):
                 self.put((*place.path, f"{GROUPS}.{name}.{option}"), options[option])
         else:
-            self.put((*place.path, GROUPS), [*self.at((*place.path, GROUPS), []), {"params": keys, **options}])
+            groups = [*_items(self.at((*place.path, GROUPS), [])), {"params": _List(enumerate(keys)), **options}]
+            self.put((*place.path, GROUPS), _List(enumerate(groups)))
             self.put((*place.path, _STATE), self.at((*place.path, _STATE), {}))
         stateful = self.at((*place.path, _STATE), {})
         for state, values in group.get(_STATE, {}).items():
@@ -233,25 +255,29 @@ class _Build:
 
     def at(self, path: StatePath, default: Any) -> Any:
         """The value at a path."""
-        node = self.root
+        node: Any = self.root
         for part in path:
-            if isinstance(node, list):
-                known = isinstance(part, int) and part < len(node)
-            else:
-                known = isinstance(node, dict) and part in node
-            if not known:
+            if not isinstance(node, dict) or part not in node:
                 return default
             node = node[part]
         return node
 
+    def finished(self, value: Any, path: str = "") -> Any:
+        """The state with plain keys, and its lists and tuples."""
+        if isinstance(value, _List) or (isinstance(value, dict) and id(value) in self.lists):
+            if value.keys() != set(range(len(value))):
+                raise UnsupportedError(
+                    f"{self.source.url} does not record all items of the list {path or 'that is the state'}",
+                    hint="export without --nested",
+                )
+            items = [self.finished(value[i], f"{path}[{i}]") for i in range(len(value))]
+            return tuple(items) if isinstance(value, _Tuple) else items
+        if isinstance(value, dict):
+            plain = {int(k) if isinstance(k, IntKey) else k: v for k, v in value.items()}
+            return {k: self.finished(v, f"{path}.{k}" if path else str(k)) for k, v in plain.items()}
+        return int(value) if isinstance(value, IntKey) else value
 
-def _finished(value: Any, lists: Collection[int]) -> Any:
-    """The state with plain keys, and its tuples."""
-    if isinstance(value, dict) and id(value) in lists:
-        value = [value[i] for i in sorted(value)]
-    if isinstance(value, list):
-        items = [_finished(v, lists) for v in value]
-        return tuple(items) if isinstance(value, _Tuple) else items
-    if isinstance(value, dict):
-        return {int(k) if isinstance(k, IntKey) else k: _finished(v, lists) for k, v in value.items()}
-    return int(value) if isinstance(value, IntKey) else value
+
+def _items(value: Any) -> list[Any]:
+    """The items of a list, or of a value that is to be one; none of another value."""
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []

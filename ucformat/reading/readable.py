@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -36,6 +37,9 @@ T = TypeVar("T")
 
 #: Files that name the last checkpoint of a run. They change while older checkpoints are read, and are no part of them.
 TRACKERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
+
+
+_INTEGER = re.compile(r"-?[0-9]{1,4000}")  # Python refuses to parse more than 4300 digits
 
 
 class IntKey(int):
@@ -77,7 +81,7 @@ def path_from_json(parts: Sequence[str | int]) -> StatePath:
 
 def _key(text: str) -> str | int:
     number = text.removeprefix("$int:")
-    return IntKey(number) if number != text and number.lstrip("-").isdecimal() else text.removeprefix("$")
+    return IntKey(number) if number != text and _INTEGER.fullmatch(number) else text.removeprefix("$")
 
 
 class LazyMapping(Mapping[K, T]):
