@@ -48,28 +48,48 @@ def metadata_of(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("how", ["direct", "universal"])
-def test_what_megatron_wrote_goes_back_as_it_was(how: str, tmp_path: Path) -> None:
-    source = FULL if how == "direct" else ucformat.convert(FULL, tmp_path / "universal").url
+@pytest.mark.parametrize("name", ["tp2-dp2-full", "tp2-tied", "pp2-bf16-tied", "ep2-moe"])
+def test_what_megatron_wrote_goes_back_as_it_was(name: str, how: str, tmp_path: Path) -> None:
+    """With the distributed optimizer, and without it: of an fp32 model, of 16 bits, and of two optimizers."""
+    place = DATA / "megatron" / name / "sharded" / "iter_0000002"
+    source = place if how == "direct" else ucformat.convert(place, tmp_path / "universal").url
     done = export(source, tmp_path / "out", "megatron", max_item_bytes=100, max_file_bytes=9000)
     assert done.left_out == ()
-    before, after = metadata_of(FULL), metadata_of(tmp_path / "out")
+    before, after = metadata_of(place), metadata_of(tmp_path / "out")
     assert after.state_dict_metadata.keys() == before.state_dict_metadata.keys()
     assert after.planner_data is None
-    assert differences(state_of(FULL, tmp_path / "a"), state_of(tmp_path / "out", tmp_path / "b")) == []
-    common = [torch.load(f / "common.pt", weights_only=False) for f in (FULL, tmp_path / "out")]
+    assert differences(state_of(place, tmp_path / "a"), state_of(tmp_path / "out", tmp_path / "b")) == []
+    common = [torch.load(f / "common.pt", weights_only=False) for f in (place, tmp_path / "out")]
     common = [{**c, "args": vars(c["args"])} for c in common]
     assert differences(*common) == []
     assert json.loads((tmp_path / "out" / "metadata.json").read_text()) == json.loads(
-        (FULL / "metadata.json").read_text()
+        (place / "metadata.json").read_text()
     )
     assert {Global(*g) for g in globals_of(tmp_path / "out")} <= ALLOWED
+
+
+@pytest.mark.parametrize("name", ["tp2-dp2-full", "vpp2"])
+def test_a_distributed_optimizer_becomes_one_that_is_not(name: str, tmp_path: Path) -> None:
+    """Without it the step is in `common_step`, and only 16-bit parameters have fp32 copies."""
+    source = ucformat.open(DATA / "megatron" / name / "sharded")
+    export(source, tmp_path / "out", "megatron", distributed_optimizer=False)
+    keys = metadata_of(tmp_path / "out").state_dict_metadata.keys()
+    assert not any(".state.param." in key for key in keys)
+    assert any(".state.fp32_param." in key for key in keys) is (name == "tp2-dp2-full")
+    common = torch.load(tmp_path / "out" / "common.pt", weights_only=False)
+    optimizer = common["optimizer"].get("optimizer", common["optimizer"])
+    assert optimizer["state"] == {"common_step": torch.tensor(2.0)}
+    assert not any("step" in group for group in optimizer["param_groups"])
+    assert "distrib_optim_sharding_type" not in common["content_metadata"]
+    found = ucformat.open(tmp_path / "out")
+    assert all(found[k][...].tobytes() == source[k][...].tobytes() for k in source.tensors if k in found.tensors)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "classic"])
 @pytest.mark.parametrize("name", KEPT)
 def test_every_layout_becomes_one(name: str, kind: str, tmp_path: Path) -> None:
     source = ucformat.open(DATA / "megatron" / name / kind)
-    export(source, tmp_path / "out", "megatron")
+    export(source, tmp_path / "out", "megatron", distributed_optimizer=True)
     found = ucformat.open(tmp_path / "out")
     assert found.kind == "megatron"
     steps = {k for k in source.tensors if k.state == "step"}  # which are one number in the groups
@@ -185,12 +205,15 @@ def test_neither_loader_takes_an_unfinished_folder_for_a_checkpoint() -> None:
     assert "common.pt" in [f.key for f in target.files if not f.last]
 
 
+DISTRIBUTED = {"distributed_optimizer": True}
 MOE = {"swiglu": True, "experts": 2, "bf16": True}
 LAYOUTS = [
     pytest.param("tp2-dp2-full", {"layers": 1, "bf16": True}, 2, {}, id="dense-dp2"),
     pytest.param("tp2-dp2-full", {"layers": 1, "bf16": True, "tp": 2}, 4, {}, id="dense-tp2-dp2"),
-    pytest.param("pp2-bf16-tied", {"bf16": True, "swiglu": True, "tied": True, "tp": 2}, 2, {}, id="tied-tp2"),
-    pytest.param("pp2-bf16-tied", {"bf16": True, "swiglu": True, "tied": True, "pp": 2}, 4, {}, id="tied-pp2-dp2"),
+    pytest.param("pp2-bf16-tied", {"bf16": True, "swiglu": True, "tied": True, "tp": 2}, 2, DISTRIBUTED, id="tied-tp2"),
+    pytest.param(
+        "pp2-bf16-tied", {"bf16": True, "swiglu": True, "tied": True, "pp": 2}, 4, DISTRIBUTED, id="tied-pp2-dp2"
+    ),
     pytest.param("ep2-dp2-flat", {**MOE, "ep": 2}, 2, {}, id="moe-ep2"),
     pytest.param("ep2-dp2-flat", {**MOE, "pp": 2}, 2, {"expert_parallel": False}, id="moe-pp2"),
 ]

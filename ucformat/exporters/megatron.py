@@ -1,4 +1,7 @@
-"""Megatron-Core's distributed checkpoints (`torch_dist`), with the optimizer in the format `fully_reshardable`.
+"""Megatron-Core's distributed checkpoints (`torch_dist`).
+
+The states of the distributed optimizer are written in the format `fully_reshardable`, and those of an optimizer that is
+not distributed under its own keys: each of the two loads no other's.
 
 The destination is the folder of one iteration: a DCP checkpoint, `common.pt` with the values that all ranks share, and
 `metadata.json`, without which `dist_checkpointing` takes the folder for no checkpoint.
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import UnsupportedError
 from ucformat.exporters.base import Exporter, Target, TargetFile, left_out, option
 from ucformat.exporters.distcp import DistcpOptions, ItemFiles, TensorEntry, ValueEntry, save_id_of
-from ucformat.exporters.megatron_common import common_of, is_megatron, objects_of
+from ucformat.exporters.megatron_common import common_of, has_distributed_optimizer, is_megatron, objects_of
 from ucformat.exporters.megatron_keys import OPTIMIZER, Parts, StackedKey, extra_states, keys_of, stacked_elements
 from ucformat.exporters.torch_file import torch_file
 from ucformat.geometry.tensor import Key
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.exporters.distcp import Entry
+    from ucformat.exporters.megatron_common import Wrapped
     from ucformat.geometry.tensor import TensorInfo
 
 __all__ = ["MegatronExporter", "MegatronOptions"]
@@ -39,13 +43,19 @@ _CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_MASTER = "param"  # the format's name of the fp32 copy
+_MASTER, _MASTER_OF_16_BITS = "param", "fp32_param"  # the names of the fp32 copy, distributed or not
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOptions(DistcpOptions):
     """The options of `MegatronExporter`."""
 
+    distributed_optimizer: bool | None = option(
+        None,
+        "flag",
+        "whether the job that loads has the distributed optimizer (--use-distributed-optimizer); as in Megatron's "
+        "sources, and of others yes",
+    )
     expert_parallel: bool | None = option(
         None,
         "flag",
@@ -71,9 +81,12 @@ class MegatronExporter(Exporter):
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """See Exporter."""
         keys = keys_of(source, infos, self.options.local)
-        plan = _Tensors(source, infos, keys)
+        distributed = self.options.distributed_optimizer
+        if distributed is None:
+            distributed = has_distributed_optimizer(source)
+        plan = _Tensors(source, infos, keys, distributed=distributed)
         prefixes = self._prefixes(source, plan)
-        common = common_of(source, infos, trained=plan.trained, prefixes=prefixes)
+        common = common_of(source, infos, trained=plan.trained, prefixes=prefixes, wrapped=plan.wrapped)
         objects, left = objects_of(source)
         extra = extra_states(keys, source, objects)
         entries: list[Entry] = [
@@ -108,10 +121,13 @@ class _Tensors:
 
     Attributes:
         trained: the names of the parameters that have optimizer states.
+        wrapped: how the optimizer's state dict lies in that of Megatron's: see `common_of`.
         kept: the tensors that have a place.
     """
 
-    def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo], keys: dict[str, StackedKey]) -> None:
+    def __init__(
+        self, source: Checkpoint, infos: Sequence[TensorInfo], keys: dict[str, StackedKey], *, distributed: bool
+    ) -> None:
         self._infos = {info.key: info for info in infos}
         self._keys = keys
         self.kept: list[TensorInfo] = []
@@ -130,7 +146,9 @@ class _Tensors:
                 self.trained[key.name] = None
                 self._states.setdefault(key.state, []).append(key)
         self._weights = {n: self._parameter(n, "weight", "master") for n in shapes}
-        self._masters = {n: self._parameter(n, "master", "weight") for n in self.trained}
+        narrow = {n for n in self.trained if self._infos[self._weights[n]].dtype != "float32"}
+        self._masters = {n: self._parameter(n, "master", "weight") for n in self.trained if distributed or n in narrow}
+        self.wrapped: Wrapped = "distributed" if distributed else "mixed_precision" if narrow else "plain"
         lacking = [n for n, k in self._masters.items() if self._infos[k].dtype != "float32"]
         if lacking:
             raise UnsupportedError(
@@ -156,7 +174,8 @@ class _Tensors:
         Args:
             prefixes: of the names, by whether the parameter is an expert's.
         """
-        by_state = {_MASTER: self._masters} | {s: {k.name: k for k in keys} for s, keys in self._states.items()}
+        master = _MASTER if self.wrapped == "distributed" else _MASTER_OF_16_BITS
+        by_state = {master: self._masters} | {s: {k.name: k for k in keys} for s, keys in self._states.items()}
         for state, mine in by_state.items():
             for experts in (False, True):
                 names = {n: k for n, k in mine.items() if (is_expert(n) and len(prefixes) > 1) is experts}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from struct import pack
+from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.errors import UnsupportedError
 from ucformat.exporters.pickle import ALLOWED, Global, Instance
-from ucformat.exporters.values import value_of
+from ucformat.exporters.values import constant, value_of
 from ucformat.geometry.tensor import Key
 from ucformat.sources.megatron.names import is_expert
 from ucformat.storage.concurrency import map_io
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["Common", "common_of", "is_megatron", "objects_of"]
+__all__ = ["Common", "Wrapped", "common_of", "has_distributed_optimizer", "is_megatron", "objects_of"]
 
 _SHARDING = "fully_reshardable"
+
+#: How the state dict of the torch optimizer lies in that of Megatron's: inside that of the distributed optimizer, or of
+#: the one for 16-bit parameters, or alone.
+Wrapped = Literal["distributed", "mixed_precision", "plain"]
 _NAMESPACE = Global("argparse", "Namespace")
 #: Classes of values that Megatron's own list of safe classes has, by the names that a source gives.
 _CLASSES = {
@@ -53,7 +58,12 @@ class Common:
 
 
 def common_of(
-    source: Checkpoint, infos: Sequence[TensorInfo], *, trained: Collection[str], prefixes: Mapping[bool, str]
+    source: Checkpoint,
+    infos: Sequence[TensorInfo],
+    *,
+    trained: Collection[str],
+    prefixes: Mapping[bool, str],
+    wrapped: Wrapped,
 ) -> Common:
     """The values that all ranks share.
 
@@ -62,6 +72,7 @@ def common_of(
         infos: the tensors that are exported.
         trained: the names of the parameters that have optimizer states.
         prefixes: one for each optimizer, by whether it trains experts.
+        wrapped: the kind of Megatron's optimizer.
 
     Raises:
         UnsupportedError: the parameters of a group of Megatron's have different hyper-parameters.
@@ -81,9 +92,11 @@ def common_of(
         common.left += found.left
     about = source.objects.get("content_metadata")
     known = {k: v for k, v in about.items() if isinstance(v, bool | str)} if isinstance(about, dict) else {}
+    known.pop("distrib_optim_sharding_type", None)
     if trained:
-        common.values["optimizer"] = _optimizers(source, infos, trained, prefixes)
-        known["distrib_optim_sharding_type"] = _SHARDING
+        common.values["optimizer"] = _optimizers(source, infos, trained, prefixes, wrapped)
+        if wrapped == "distributed":
+            known["distrib_optim_sharding_type"] = _SHARDING
         known["chained_optim_avoid_prefix"] = not any(prefixes.values())
     elif source.metadata.groups:
         common.left.append("the optimizer groups")
@@ -123,6 +136,16 @@ def is_megatron(source: Checkpoint) -> bool:
     return source.metadata.engine.get("name") == "megatron-core"
 
 
+def has_distributed_optimizer(source: Checkpoint) -> bool:
+    """Whether the optimizer of a Megatron checkpoint is the distributed one; of other sources true.
+
+    Args:
+        source: the checkpoint.
+    """
+    args = source.objects.get("args") if is_megatron(source) else None
+    return not isinstance(args, dict) or args.get("use_distributed_optimizer") is not False
+
+
 def _add(common: Common, name: str, data: Any, below: str = "") -> None:
     try:
         common.values[name] = _value(data)
@@ -138,25 +161,43 @@ def _value(data: Any) -> Any:
 
 
 def _optimizers(
-    source: Checkpoint, infos: Sequence[TensorInfo], trained: Collection[str], prefixes: Mapping[bool, str]
+    source: Checkpoint,
+    infos: Sequence[TensorInfo],
+    trained: Collection[str],
+    prefixes: Mapping[bool, str],
+    wrapped: Wrapped,
 ) -> dict[Any, Any]:
     """The entry of the optimizer, or of each of several."""
     chained = len(prefixes) > 1
-    groups = _groups(source, infos, trained, chained=chained)
-    out = {}
-    for experts in prefixes:
-        mine = [g for g in groups if not chained or g["is_expert_parallel"] is experts]
-        out[int(experts)] = {"optimizer": {"param_groups": mine}, "param_state_sharding_type": _SHARDING}
+    step = _step(source, infos, trained)
+    fused = not has_distributed_optimizer(source) and any("step" in group for group in source.metadata.groups)
+    in_groups = wrapped == "distributed" or fused
+    groups = _groups(source, infos, trained, chained=chained, step=step if in_groups else None)
+    shared = {} if in_groups or step is None else {"common_step": constant("float32", (), pack("<f", step))}
     saved = source.objects.get("optimizer")
-    if isinstance(saved, dict) and "grad_scaler" in saved:
-        out = {number: {**optimizer, "grad_scaler": _value(saved["grad_scaler"])} for number, optimizer in out.items()}
+    out: dict[int, dict[str, Any]] = {}
+    for experts in prefixes:
+        inner: dict[str, Any] = {
+            "param_groups": [g for g in groups if not chained or g["is_expert_parallel"] is experts]
+        }
+        if wrapped != "distributed":
+            inner["state"] = shared
+        entry: dict[str, Any] = inner if wrapped == "plain" else {"optimizer": inner}
+        if wrapped == "distributed":
+            entry["param_state_sharding_type"] = _SHARDING
+        if wrapped != "plain" and isinstance(saved, dict) and "grad_scaler" in saved:
+            entry["grad_scaler"] = _value(saved["grad_scaler"])
+        out[int(experts)] = entry
     return out if chained else out[0]
 
 
 def _groups(
-    source: Checkpoint, infos: Sequence[TensorInfo], trained: Collection[str], *, chained: bool
+    source: Checkpoint, infos: Sequence[TensorInfo], trained: Collection[str], *, chained: bool, step: float | None
 ) -> list[dict[str, Any]]:
-    """The hyper-parameters of Megatron's groups: without weight decay are vectors and biases, experts may be apart."""
+    """The hyper-parameters of Megatron's groups: without weight decay are vectors and biases, experts may be apart.
+
+    They contain the step only if it is given.
+    """
     shapes = {i.name: i.shape for i in infos if i.state in ("weight", "master")}
     stored = [{k: v for k, v in g.items() if k not in _NOT_SHARED} for g in source.metadata.groups]
     number = {n: i for i, g in enumerate(source.metadata.groups) for n in g["params"]}
@@ -169,7 +210,6 @@ def _groups(
             )
         matrix = len(shapes[name]) > 1 and not name.endswith(".bias")
         members.setdefault((chained and is_expert(name), float(matrix)), []).append(name)
-    step = _step(source, infos, trained)
     out = []
     for (experts, decays), names in sorted(members.items(), key=lambda item: (item[0][0], -item[0][1])):
         options = [stored[i] for i in sorted({number[n] for n in names})]
