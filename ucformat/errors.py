@@ -208,6 +208,7 @@ _EXAMPLES = {
     "owners": ("{'optim': 'model', …}", "FILE"),
     "optimizer": ("False", "false"),
     "fill_missing": ("True", "true"),
+    "part": ("True", "true"),
 }
 
 

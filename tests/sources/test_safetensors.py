@@ -15,7 +15,15 @@ from safetensors.numpy import save_file
 
 from tests.sources.suite import Sample, SourceSuite
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsafeError, UnsupportedError, UsageError
+from ucformat.errors import (
+    IntegrityError,
+    MissingData,
+    NotACheckpoint,
+    UcformatError,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
 from ucformat.sources.safetensors import Safetensors
 from ucformat.sources.safetensors.opened import DTYPES, parse_header, read_header
 from ucformat.storage.memory import MemoryStore
@@ -171,7 +179,7 @@ class TestWhichOne:
 
     def test_a_shard_alone_is_not_the_checkpoint(self, tmp_path: Path) -> None:
         written(tmp_path / "m", SHARDS)
-        with pytest.raises(UnsupportedError, match="one of 2 shards"):
+        with pytest.raises(NotACheckpoint, match="one of 2 shards"):
             open_checkpoint(tmp_path / "m" / "model-00001-of-00002.safetensors")
 
     def test_a_shard_that_is_missing(self, tmp_path: Path) -> None:

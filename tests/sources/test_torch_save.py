@@ -173,7 +173,7 @@ class TestShards(SourceSuite):
 
     def test_the_index_itself_opens_and_a_shard_does_not(self, sample: Sample) -> None:
         assert len(open_checkpoint(sample.folder / "pytorch_model.bin.index.json")) == len(sample.truth)
-        with pytest.raises(UnsupportedError, match="one of 2 shards"):
+        with pytest.raises(NotACheckpoint, match="one of 2 shards"):
             open_checkpoint(sample.folder / "pytorch_model-00001-of-00002.bin")
 
     def test_an_index_that_disagrees(self, sample: Sample) -> None:
@@ -319,9 +319,10 @@ class TestWhatIsRefused:
     def test_a_model_cut_over_ranks(self, tmp_path: Path) -> None:
         for rank in range(2):
             saved(tmp_path / "m", {"w": torch.ones(2)}, f"consolidated.0{rank}.pth")
-        for place in (".", "consolidated.00.pth"):
-            with pytest.raises(UnsupportedError, match="sharded across 2 ranks"):
-                open_checkpoint(tmp_path / "m" / place)
+        with pytest.raises(UnsupportedError, match="sharded across 2 ranks"):
+            open_checkpoint(tmp_path / "m")
+        with pytest.raises(NotACheckpoint, match=r"one of 2 numbered files, such as consolidated\.01\.pth"):
+            open_checkpoint(tmp_path / "m" / "consolidated.00.pth")
         (tmp_path / "m" / "consolidated.01.pth").unlink()
         assert open_checkpoint(tmp_path / "m").names() == ["w"]
 

@@ -256,6 +256,7 @@ def left_out(
     values: Collection[str] = (),
     assets: Collection[str] = (),
     groups: bool = False,
+    part: bool = False,
 ) -> tuple[str, ...]:
     """What of a checkpoint a target leaves out.
 
@@ -265,10 +266,13 @@ def left_out(
         values: the names of non-tensor values that are exported (default: none).
         assets: the names of assets that are exported (default: none).
         groups: whether the hyper-parameters of the optimizer are exported (default: no).
+        part: whether the target says that it is only a part of a checkpoint, if it is (default: no).
     """
     kept = {info.key for info in infos}
     states = Counter(key.state for key in source.tensors if key not in kept)
-    found = [f"{state} of {count:,} tensor{'s' * (count != 1)}" for state, count in states.items()]
+    of = source.metadata.part_of
+    found = [f"that it is only a part of a checkpoint: {of}"] if of and not part else []
+    found += [f"{state} of {count:,} tensor{'s' * (count != 1)}" for state, count in states.items()]
     if source.metadata.groups and not groups:
         found.append("the hyper-parameters of the optimizer")
     for what, names, known in (

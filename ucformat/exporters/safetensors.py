@@ -24,6 +24,7 @@ from ucformat.exporters.base import (
     option,
     weights_of,
 )
+from ucformat.reading.readable import PART_OF
 from ucformat.sources.model_files import find_assets
 from ucformat.sources.safetensors.opened import DTYPES
 from ucformat.storage.base import Info
@@ -94,11 +95,13 @@ class SafetensorsExporter(Exporter):
             return self._linked(source, infos)
         if self.one_file:
             name, most = self.options.name[: -len(_ENDING)], sum(i.nbytes for i in infos)
-            return Target(tuple(files_of(infos, source.aliases, name, most)), left_out(source, infos))
-        files = files_of(infos, source.aliases, self.options.name, self.options.max_shard_bytes)
+            files = files_of(infos, source.aliases, name, most, source.metadata.part_of)
+            return Target(tuple(files), left_out(source, infos, part=True))
+        name, most = self.options.name, self.options.max_shard_bytes
+        files = files_of(infos, source.aliases, name, most, source.metadata.part_of)
         assets = self._assets(source)
         last = (TargetFile.of(name, data, last=True) for name, data in assets.items())
-        return Target((*files, *last), left_out(source, infos, assets=assets))
+        return Target((*files, *last), left_out(source, infos, assets=assets, part=True))
 
     def _linked(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """Links to the files of a source that are safetensors files already."""
@@ -117,7 +120,8 @@ class SafetensorsExporter(Exporter):
             if name not in assets
         ]
         last = [TargetFile.of(name, data, last=True) for name, data in assets.items()]
-        return Target((*sorted(files, key=lambda f: f.last), *last), left_out(source, infos, assets=assets))
+        left = left_out(source, infos, assets=assets, part=PART_OF in source.objects.get("metadata", {}))
+        return Target((*sorted(files, key=lambda f: f.last), *last), left)
 
     def _assets(self, source: Checkpoint) -> dict[str, bytes]:
         """The files beside the tensors, by name."""
@@ -166,7 +170,11 @@ def written_names(aliases: Mapping[str, str], infos: Sequence[TensorInfo]) -> di
 
 
 def files_of(
-    infos: Sequence[TensorInfo], tied: Mapping[str, str], name: str = "model", most: int = _SHARD_BYTES
+    infos: Sequence[TensorInfo],
+    tied: Mapping[str, str],
+    name: str = "model",
+    most: int = _SHARD_BYTES,
+    part_of: str = "",
 ) -> Iterator[TargetFile]:
     """The shards, and the index if there are several; a pure function of the arguments.
 
@@ -175,6 +183,7 @@ def files_of(
         tied: the stored name of each further name.
         name: the name of the files without its ending (default: that which Hugging Face's tools look for).
         most: bytes of tensors in a file, unless a single one has more (default: 5 GB).
+        part_of: what the checkpoint is only a part of (default: it is whole).
 
     Raises:
         UnsupportedError: safetensors has no such dtype, or the header would be too large.
@@ -189,7 +198,11 @@ def files_of(
         key = f"{name}.safetensors" if len(shards) == 1 else f"{name}-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= {names[info.name]: key for info in shard}
         held = {names[info.name] for info in shard}
-        about = {**{alias: of for alias, of in aliases.items() if of in held}, "format": "pt"}
+        about = {
+            **{alias: of for alias, of in aliases.items() if of in held},
+            "format": "pt",
+            **({PART_OF: part_of} if part_of else {}),
+        }
         ordered = sorted(shard, key=lambda i: -i.itemsize)
         header = header_of([(names[i.name], i) for i in ordered], about)
         yield TargetFile.of(key, header, *map(Span.whole, ordered), last=len(shards) == 1)

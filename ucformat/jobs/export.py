@@ -27,6 +27,7 @@ from ucformat.jobs.opening import try_open
 from ucformat.jobs.record import lineage_from, with_catalog
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.where import HERE, Where, run_job
+from ucformat.reading.readable import PART_OF
 from ucformat.references import open_reference
 from ucformat.schema import FLOATS
 from ucformat.storage.url import as_strings, open_store
@@ -323,7 +324,8 @@ def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:
     """
 
     def record(catalog: Catalog) -> None:
-        found = try_open(url, None)
+        part = source.metadata.part_of
+        found = try_open(url, {"part": True} if part else None)
         if isinstance(found, NotACheckpoint):
             return
         if isinstance(found, UcformatError):
@@ -331,6 +333,8 @@ def _record(source: Checkpoint, url: str, infos: Sequence[TensorInfo]) -> None:
         manifest = source.manifest
         about: dict[str, Any] = {"lineage": lineage_from(source, [i.key for i in infos]), "metrics": manifest.metrics}
         about["config"] = found.manifest.config or manifest.config
+        if part:
+            about["layout"] = {**found.manifest.layout, PART_OF: part}
         found = replace(found, manifest=found.manifest.model_copy(update=about))
         record_all(catalog, [(url, found, 0)], How(strict=True), None)
 

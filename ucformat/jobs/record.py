@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound
+from ucformat.reading.readable import PART_OF
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import LineageDoc
 
@@ -125,6 +126,8 @@ def lineage_to(source: Checkpoint, kind: str, how: Mapping[str, Any] | None = No
         how: more of how it was made, as in `LineageDoc.how` (default: nothing).
     """
     commits = source.universal.manifest.known_commits if source.universal else None
+    if source.metadata.part_of:
+        how = {**(how or {}), PART_OF: source.metadata.part_of}
     about = {"url": source.home, "id": Checkpoint(source.origin).id, "engine": dict(source.metadata.engine)}
     return LineageDoc.model_validate({"kind": kind, "commits": commits, **about, "how": how or {}})
 

@@ -73,7 +73,7 @@ class Report:
 
     `bytes_verified` were compared with a checksum; `bytes_unverified` were only found to exist. `unprotected` are
     places with files of a virtual checkpoint that have no record that it needs them. `part` is the part that was
-    verified, as `2/8`; empty for all.
+    verified, as `2/8`; empty for all. `part_of` is what the checkpoint is only a part of; empty if it is whole.
     """
 
     url: str
@@ -84,6 +84,7 @@ class Report:
     problems: tuple[Problem, ...]
     unprotected: tuple[str, ...] = ()
     part: str = ""
+    part_of: str = ""
 
     def __bool__(self) -> bool:
         return not self.problems

@@ -123,6 +123,7 @@ def verify(
         tuple(sorted(problems, key=lambda p: (p.file, p.chunk or (), p.reason))),
         unprotected(ck),
         part,
+        ck.metadata.part_of,
     )
     if not part:
         record_verification(ck, report)

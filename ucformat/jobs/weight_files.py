@@ -189,14 +189,16 @@ class WeightFiles:
         infos: the tensors, one of each name.
         tied: the stored name of each further name.
         folder: the key of their folder.
+        part_of: what the checkpoint is only a part of (default: it is whole).
 
     Raises:
         UnsupportedError: safetensors has no such dtype or name, or a header would be too large.
     """
 
-    def __init__(self, infos: Sequence[TensorInfo], tied: Mapping[str, str], folder: str) -> None:
+    def __init__(self, infos: Sequence[TensorInfo], tied: Mapping[str, str], folder: str, part_of: str = "") -> None:
         self.folder = folder
-        self.files = tuple(replace(f, key=f"{folder}/{f.key}", last=False) for f in files_of(infos, tied))
+        files = files_of(infos, tied, part_of=part_of)
+        self.files = tuple(replace(f, key=f"{folder}/{f.key}", last=False) for f in files)
         self.fixed: list[FixedBlock] = []
         self.tensors: dict[Key, PlacedTensor] = {}
         self._first: list[int] = []  # the number of the first block of each file

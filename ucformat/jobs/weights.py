@@ -52,7 +52,7 @@ def plan_weights(source: Checkpoint, infos: Sequence[TensorInfo], attempt: str) 
         )
     held = {info.key for info in chosen}
     states = {info.state for info in infos if info.key not in held}
-    return WeightFiles(chosen, source.aliases, weights_folder(attempt, states))
+    return WeightFiles(chosen, source.aliases, weights_folder(attempt, states), source.metadata.part_of)
 
 
 class WeightsJob(FilesJob):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = [
+    "PART_OF",
     "TRACKERS",
     "CheckpointMetadata",
     "FileRecord",
@@ -37,6 +38,9 @@ T = TypeVar("T")
 
 #: Files that name the last checkpoint of a run. They change while older checkpoints are read, and are no part of them.
 TRACKERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt"})
+
+#: The member of a layout that says what a checkpoint is only a part of: one that was opened as such, or made of it.
+PART_OF = "part_of"
 
 
 _INTEGER = re.compile(r"-?[0-9]{1,4000}")  # Python refuses to parse more than 4300 digits
@@ -184,6 +188,11 @@ class CheckpointMetadata:
     means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
     save_id: str = ""  # the writer's unique id of the save, if it has one
     folder: str = ""  # the checkpoint's folder or file if the store's root is above it
+
+    @property
+    def part_of(self) -> str:
+        """What this is only a part of; empty if it is whole."""
+        return str(self.layout.get(PART_OF, ""))
 
     def replace(self, **changes: Any) -> CheckpointMetadata:
         """A copy with some fields replaced.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import NotACheckpoint
+from ucformat.errors import NotACheckpoint, UcformatError, UnsafeError, UnsupportedError, UsageError
 from ucformat.sources.base import by_precedence, with_options
 from ucformat.sources.bytecheckpoint import ByteCheckpoint
 from ucformat.sources.dcp import Dcp
@@ -13,6 +14,7 @@ from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface import HuggingFace
 from ucformat.sources.megatron import Megatron
 from ucformat.sources.orbax import Orbax
+from ucformat.sources.parts import marked, part_by_names, refusal
 from ucformat.sources.safetensors import Safetensors
 from ucformat.sources.torch_save import TorchSave
 from ucformat.sources.zarr import Zarr
@@ -59,10 +61,18 @@ def open_source(
 
     Raises:
         UsageError: the source has no option of that name.
+        NotACheckpoint: it is only a part of a checkpoint, and the option `part` is not given.
     """
     for source in sources:
         if source.find(store):
-            return with_options(source, options or {}).open(store)
+            chosen = with_options(source, options or {})
+            try:
+                opened = chosen.open(store)
+            except (UsageError, UnsupportedError, UnsafeError):
+                if chosen.options.part is None and (part := part_by_names(store, "")):
+                    raise refusal(store.url, part) from None
+                raise
+            return _checked(chosen, opened, store.url)
     return None
 
 
@@ -80,7 +90,7 @@ def open_source_file(
         the opened checkpoint; None if there is no such file.
 
     Raises:
-        NotACheckpoint: no source recognises the file.
+        NotACheckpoint: no source recognises the file, or it is only a part, and the option `part` is not given.
         UsageError: the source has no option of that name.
     """
     folder, _, name = fspath(place).rpartition("/")
@@ -91,13 +101,46 @@ def open_source_file(
     store = watch(open_store(folder or "."))
     if not exists(store, name):
         return None
+    where = f"{store.url}/{name}"
     for source in SOURCES:
         if source.find_file(store, name):
-            return with_options(source, options or {}).open_file(store, name)
+            chosen = with_options(source, options or {})
+            try:
+                opened = chosen.open_file(store, name)
+            except UcformatError:
+                if chosen.options.part is None and (part := part_by_names(store, name)):
+                    raise refusal(where, part) from None
+                raise
+            return _checked(chosen, opened, where, name)
+    if part := part_by_names(store, name):
+        raise refusal(where, part)
     raise NotACheckpoint(
-        f"{store.url}/{name} is a file, and no checkpoint that ucformat knows",
+        f"{where} is a file, and no checkpoint that ucformat knows",
         hint=f"open its folder; foreign checkpoints that can be read: {titles()}",
     )
+
+
+def _checked(source: Source, opened: OpenSource, where: str, file: str = "") -> OpenSource:
+    """An opened checkpoint, after a check that it is whole, or with a note of what it is a part of."""
+    given = source.options.part
+    if given is False:
+        return opened
+    part = getattr(opened, "part", None)
+    if part is None:
+        files = opened.metadata.files
+        key = file or (files[0] if len(files) == 1 else "")  # of a folder with one file
+        names = {info.name for info in opened.metadata.tensor_list.tensors}
+        part = part_by_names(opened.store, key, names, partial(_names, source, opened.store))
+    if given is None and part:
+        raise refusal(where, part)
+    if given:
+        opened.metadata = marked(opened.metadata, part or "one part, as its user says")
+    return opened
+
+
+def _names(source: Source, store: Store, key: str) -> list[str]:
+    """The names of the tensors in another file of a folder."""
+    return [info.name for info in source.open_file(store, key).metadata.tensor_list.tensors]
 
 
 def titles() -> str:

@@ -34,6 +34,10 @@ __all__ = [
 class OpenSource(Protocol):
     """An opened foreign checkpoint: a `Readable` that also knows its kind, its store and the records of its files.
 
+    It may also have the attribute `part`: what it is only a part of, according to the content of its files, such as one
+    rank's; empty if the content proves that it is whole, as when files were compared with the number of ranks that they
+    record; or None, as if it were missing: the names of the files decide.
+
     Attributes:
         kind: the `kind` of the source that opened it.
         store: the store with its files. The `file` of an extent is a key of this store.
@@ -84,14 +88,22 @@ def option(default: Any, how: str, text: str) -> Any:
 class SourceOptions:
     """Facts that a caller can give to a source because the files do not contain them.
 
-    This class has no options. A source with options defines a subclass, a frozen dataclass whose fields are made with
-    `option`, and sets it as its `options_type`. The Python API and the command line take names and types from there.
+    This class has the option of all sources. A source with more defines a subclass, a frozen dataclass whose fields are
+    made with `option`, and sets it as its `options_type`. The Python API and the command line take names and types from
+    there.
     """
+
+    part: bool | None = option(
+        None,
+        "flag",
+        "true: open one part of a checkpoint by itself (one rank's file, one shard of several), and record that in "
+        "whatever is made of it; false: it is whole, whatever names and content suggest",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PickleOptions(SourceOptions):
-    """The option shared by all sources that read pickles."""
+    """The options shared by all sources that read pickles."""
 
     allow: tuple[str, ...] = option(
         (), "names", "packages of your own whose pickled classes become inert stand-ins instead of being refused"
@@ -233,7 +245,7 @@ def with_options(source: Source, options: Mapping[str, Any]) -> Source:
             listed = [f"\n    {n}: {f.metadata['text']}" for n, f in known.items()]
             raise UsageError(
                 f"a checkpoint of {source.title} is not opened with the option {name!r}",
-                hint=f"its options are:{''.join(listed)}" if listed else "it takes none",
+                hint=f"its options are:{''.join(listed)}",
             )
     return type(source)(**options)
 

@@ -11,6 +11,7 @@ import click
 from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, STATES, VIEW, command
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, field, plural, shape_text, table
+from ucformat.reading.readable import PART_OF
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -225,7 +226,8 @@ def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
         "kind": f"{universal}{engine}" if s["kind"] == "ucformat" else engine or s["kind"],
         "id": s["id"],
         "step": None if s["step"] is None else count(s["step"]),
-        "layout": ", ".join(f"{k} {_value(v)}" for k, v in s["layout"].items()),
+        "part of": s["layout"].get(PART_OF),
+        "layout": ", ".join(f"{k} {_value(v)}" for k, v in s["layout"].items() if k != PART_OF),
         "params": count(s["parameters"]) if s["parameters"] else None,
         "hf_url": s["hf_url"],
     }

@@ -68,6 +68,8 @@ def _describe(report: Report) -> Iterator[str]:
         yield f"  {bytes_text(report.bytes_verified)} verified"
     if report.bytes_unverified:
         yield f"  {bytes_text(report.bytes_unverified)} without checksums"
+    if report.part_of:
+        yield f"  only a part of a checkpoint: {report.part_of}"
     for place in report.unprotected:
         yield f"  unprotected: there is no record in {place} that its files are needed"
 
@@ -82,6 +84,7 @@ def _data(report: Report) -> dict[str, Any]:
         "bytes_unverified": report.bytes_unverified,
         "unprotected": list(report.unprotected),
         "part": report.part or None,
+        "part_of": report.part_of or None,
         "problems": [
             {
                 "file": p.file,

@@ -15,6 +15,7 @@ from ucformat.jobs.combine.job import CombineJob
 from ucformat.jobs.convert import write
 from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.record import lineage_to
+from ucformat.reading.readable import PART_OF
 from ucformat.references import expand_references, open_reference
 from ucformat.settings import allowed_roots
 from ucformat.storage.url import open_store
@@ -118,7 +119,16 @@ class Planned:
             lineage_to(source, self.kind, {**method.about(), **role, **more})
             for source, role, more in zip(sources, method.roles(), self.about, strict=True)
         )
-        new = {"run": run, "step": None, "commits": None, "metrics": dict(metrics or {}), "lineage": lineage}
+        parts = [source.metadata.part_of for source in sources if source.metadata.part_of]
+        layout = {**made.layout, **({PART_OF: parts[0]} if parts else {})}
+        new = {
+            "run": run,
+            "layout": layout,
+            "step": None,
+            "commits": None,
+            "metrics": dict(metrics or {}),
+            "lineage": lineage,
+        }
         done = commit(store, attempt, made.model_copy(update=new))
         if recorded:
             discard_finished(store, attempt.id)

@@ -33,6 +33,7 @@ class OpenByteCheckpoint(OpenDcp):
     """One opened ByteCheckpoint checkpoint."""
 
     kind = "bytecheckpoint"
+    part = ""  # `.metadata` describes the tensors of all ranks
 
     def __init__(
         self,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from ucformat.errors import NotACheckpoint
 from ucformat.sources.base import Source
 from ucformat.sources.deepspeed.folder import (
     DeepSpeedOptions,
@@ -54,13 +53,3 @@ class DeepSpeed(Source):
         from ucformat.sources.deepspeed.opened import OpenDeepSpeed
 
         return OpenDeepSpeed(store, list_files(store, tag), self.options)
-
-    def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - its name says all
-        """Whether the name is that of a rank's file."""
-        return is_model_or_optimizer(key)
-
-    def open_file(self, store: Store, key: str) -> NoReturn:
-        """A rank's file is no checkpoint by itself."""
-        raise NotACheckpoint(
-            f"{store.url}/{key} is one file of a DeepSpeed checkpoint", hint="open the folder that it is in"
-        )

@@ -33,6 +33,7 @@ class OpenDeepSpeed:
     """One opened DeepSpeed checkpoint."""
 
     kind = "deepspeed"
+    part = ""  # there is a file for each of the ranks that the files record
 
     def __init__(self, store: Store, files: TagFiles, how: DeepSpeedOptions) -> None:
         self.store = store

@@ -51,6 +51,7 @@ class OpenUniversal:
     """One opened folder of the universal format."""
 
     kind = "deepspeed"
+    part = ""  # it has no files of ranks
 
     def __init__(self, store: Store, tag: str, how: DeepSpeedOptions) -> None:
         self.store = store

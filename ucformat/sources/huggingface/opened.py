@@ -72,6 +72,7 @@ class OpenHuggingFace:
         self.store, self.contents = store, TensorIndex()
         engine = open_engine(store, found, infos, self.contents, options)
         self._engine = engine
+        self.part = next((part for s in engine.sources if (part := getattr(s, "part", None))), None)
         values = [*found.values.values(), *(f for by_rank in found.ranked.values() for f in by_rank.values())]
         self._zips = [*engine.zips, *values]
         objects = {**engine.objects, **_read_values(store, found, self.contents, options.allow)}

@@ -56,6 +56,7 @@ class OpenClassic:
     """One opened classic checkpoint."""
 
     kind = "megatron"
+    part = ""  # there is a file for each of the ranks that the files record
 
     def __init__(self, store: Store, place: MegatronFolder, how: MegatronOptions) -> None:
         self.store = store

@@ -47,6 +47,7 @@ class OpenDist:
     """One opened distributed checkpoint."""
 
     kind = "megatron"
+    part = ""  # there is a file for each of the ranks that the files record
 
     def __init__(self, store: Store, place: MegatronFolder, how: MegatronOptions) -> None:
         self.store, self._how = store, how

@@ -36,6 +36,7 @@ class OpenOrbax:
     """An opened Orbax checkpoint."""
 
     kind = "orbax"
+    part = ""  # `_METADATA` describes the arrays of all processes
 
     def __init__(self, store: Store, step: Step, *, fill_missing: bool | None) -> None:
         several = len(step.trees) > 1

@@ -11,9 +11,10 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
-from ucformat.errors import UnsupportedError, UsageError
+from ucformat.errors import UsageError
 from ucformat.sources.base import Source
-from ucformat.sources.model_files import complete_shards, file_sets, find_assets, parse_shard_name, root_files
+from ucformat.sources.model_files import complete_shards, file_sets, find_assets, root_files
+from ucformat.sources.parts import parts_of_one
 from ucformat.storage.base import exists
 
 if TYPE_CHECKING:
@@ -66,13 +67,6 @@ class Safetensors(Source):
 
         if key.endswith(_INDEX):
             return OpenSafetensors(store, [], key, (), folder=key)
-        found = parse_shard_name(key)
-        if found and found[2] > 1:
-            index = next((n for n in root_files(store) if n.endswith(_INDEX)), None)
-            raise UnsupportedError(
-                f"{key} is one of {found[2]} shards of a checkpoint, not a whole one",
-                hint=f"open {index}" if index else "open its folder",
-            )
         return OpenSafetensors(store, [key], None, (), folder=key)
 
 
@@ -100,6 +94,8 @@ def choose(names: Iterable[str], url: str) -> FileSet:
         models = {name: chosen for name, chosen in without.items() if _stem(name) in _MODEL_STEMS}
         sets = without if len(without) == 1 else models if len(models) == 1 else sets
     if len(sets) > 1:
+        if (error := parts_of_one(sets, url)) is not None:
+            raise error
         raise UsageError(
             f"{url} holds several safetensors checkpoints: {_listed(sets)}",
             hint=f"open one of them: {url}/{next(iter(sets))}",

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Extent, TensorInfo
-from ucformat.reading.readable import CheckpointMetadata
+from ucformat.reading.readable import PART_OF, CheckpointMetadata
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import check_index, check_shards, present_shards, read_weight_map
+from ucformat.sources.parts import part_by_shapes
 from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 
@@ -203,9 +204,10 @@ _SHARDING_INFO = "DCP_SHARDING_INFO"  # in `__metadata__`: PyTorch DCP sharded t
 
 
 class OpenSafetensors:
-    """An opened checkpoint of safetensors files."""
+    """An opened checkpoint of safetensors files; `part` as in `OpenSource`."""
 
     kind = "safetensors"
+    part: str | None = None
 
     def __init__(
         self, store: Store, files: Sequence[str], index: str | None, assets: Sequence[str], folder: str = ""
@@ -224,6 +226,9 @@ class OpenSafetensors:
         for header in headers:
             _add(header, self.contents)
         objects = _metadata(headers)
+        self.part = next((h.metadata[PART_OF] for h in headers if PART_OF in h.metadata), None)
+        if self.part is None and len(headers) == 1:
+            self.part = part_by_shapes(store, {name: info.shape for name, info in headers[0].tensors.items()})
         if index_metadata:
             objects["index"] = to_json(index_metadata)
         self.metadata = CheckpointMetadata(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.sources.base import PickleOptions, Source, groups_by_optimizer, option
-from ucformat.sources.model_files import complete_shards, file_sets, find_assets, parse_shard_name, root_files
+from ucformat.sources.model_files import complete_shards, file_sets, find_assets, root_files
+from ucformat.sources.parts import parts_of_one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
 _MODEL = re.compile(r"pytorch_model(-\d{5,}-of-\d{5,})?\.bin|adapter_model\.bin|consolidated\.\d+\.pth")
 _RANK_FILE = re.compile(r"consolidated\.(\d+)\.pth")
 _OTHER_FILE = re.compile(
-    r"(training_args|optimizer|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict)[_\d]*\.\w+"
+    r"(training_args|optimizer|distrib_optim|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict)[_\d]*\.\w+"
 )
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -77,7 +78,6 @@ class TorchSave(Source):
         """Open a single file, or an index with its shards."""
         from ucformat.sources.torch_save.opened import OpenTorchSave
 
-        _check_whole(store, key)
         index = key if key.endswith(_INDEX) else None
         groups = groups_by_optimizer(self.options.groups)
         return OpenTorchSave(store, [] if index else [key], index, self.options.allow, groups, (), folder=key)
@@ -102,18 +102,6 @@ def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None)
     own = [n for n in names if "/" not in n and n.endswith((*_SUFFIXES, _INDEX)) and not _OTHER_FILE.fullmatch(n)]
     likely = sorted(own, key=lambda n: (not n.endswith(_INDEX), not _MODEL.fullmatch(n), n))
     return (n for n in likely[:most] if n.endswith(_INDEX) or _looks_like_torch_save(store, n))
-
-
-def _check_whole(store: Store, key: str) -> None:
-    """UnsupportedError if a file is one part of a checkpoint, according to its name."""
-    found = parse_shard_name(key)
-    if found and found[2] > 1:
-        raise UnsupportedError(
-            f"{key} is one of {found[2]} shards of a checkpoint, not a whole one",
-            hint="open its folder",
-        )
-    if _RANK_FILE.fullmatch(key):
-        choose_files([n for n in root_files(store) if _RANK_FILE.fullmatch(n)], store.url)
 
 
 def choose_files(names: Sequence[str], url: str) -> FileSet:
@@ -141,6 +129,8 @@ def choose_files(names: Sequence[str], url: str) -> FileSet:
     usual = [n for n in sets if n.startswith("pytorch_model") or n == "adapter_model.bin"]
     chosen = list(sets) if len(sets) == 1 else usual
     if len(chosen) != 1:
+        if (error := parts_of_one(sets, url)) is not None:
+            raise error
         more = f" and {len(sets) - _MAX_NAMED} more" if len(sets) > _MAX_NAMED else ""
         raise UsageError(
             f"{url} holds several files of torch.save: {', '.join(list(sets)[:_MAX_NAMED])}{more}",

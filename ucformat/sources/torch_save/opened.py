@@ -15,6 +15,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, IntKey
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import check_index, check_shards, present_shards, read_weight_map
+from ucformat.sources.parts import part_by_content, part_by_shapes
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
@@ -148,9 +149,10 @@ _STATE_DICT_HINT = "save the state dict instead: torch.save(model.state_dict(), 
 
 
 class OpenTorchSave:
-    """An opened file of torch.save, or the shards of one model."""
+    """An opened file of torch.save, or the shards of one model; `part` as in `OpenSource`."""
 
     kind = "torch_save"
+    part: str | None = None
 
     def __init__(
         self,
@@ -180,6 +182,9 @@ class OpenTorchSave:
                 aliases |= _add_module(parts.modules[path], prefix, place, file, self.contents, stored)
             objects |= self._values(file, parts, groups)
             engine, step = _engine(file.value), _step(file.value)
+            self.part = part_by_content(file.value)
+            if self.part is None:
+                self.part = part_by_shapes(store, {k.name: i.shape for k, i in self.contents.infos.items()})
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
             aliases=aliases,

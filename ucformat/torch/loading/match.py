@@ -12,6 +12,7 @@ from ucformat.geometry.patterns import compile_pattern, expand
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.record import lineage_to
 from ucformat.reading.garbage import gc_paused
+from ucformat.reading.readable import PART_OF
 from ucformat.torch.state.elements import blocks_of
 
 if TYPE_CHECKING:
@@ -301,7 +302,7 @@ def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> Linea
     """
     before = ck.metadata.layout
     if "world" in before:  # saved by ucformat.torch, which records the whole layout
-        other = dict(before) != dict(now)
+        other = {k: v for k, v in before.items() if k != PART_OF} != dict(now)
     else:  # files of an engine
         other = any(before[k] != now.get(k, _default(k, now)) for k in before.keys() & {*_DEFAULT_DEGREES, "dp"})
     kind = ("reshard" if other else "resume") if continues else "finetune"

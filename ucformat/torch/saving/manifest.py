@@ -22,7 +22,7 @@ from ucformat.format.universal import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.jobs.weight_files import put_assets
 from ucformat.reading.garbage import gc_paused
-from ucformat.reading.readable import Place, path_to_json
+from ucformat.reading.readable import PART_OF, Place, path_to_json
 from ucformat.schema.manifest import (
     MOST_COMMITS,
     GroupDoc,
@@ -308,6 +308,8 @@ def manifest_of(
     ranks = sorted(written.ranks, key=lambda r: r.rank)
     states = [written.states[digest] for digest in dict.fromkeys(r.state for r in ranks)]
     objects = f"objects/{attempt.id}"
+    layout: dict[str, Any] = {"world": len(ranks), **{k: v for s in states for k, v in s.layout.items()}}
+    layout |= next(({PART_OF: edge.how[PART_OF]} for edge in metadata.lineage if PART_OF in edge.how), {})
     return Manifest(
         id=new_id(),
         attempt=attempt.id,
@@ -322,7 +324,7 @@ def manifest_of(
         commits=metadata.commits,
         metrics=dict(metadata.metrics),
         config=dict(metadata.config),
-        layout={"world": len(ranks), **{k: v for s in states for k, v in s.layout.items()}},
+        layout=layout,
         groups=_groups(states),
         lineage=metadata.lineage,
         aliases={a: n for s in states for a, n in s.aliases.items()},

@@ -1,0 +1,281 @@
+"""Whether what was opened is only a part of a checkpoint: by its names, the files beside it, and its content.
+
+Programs that shard a model write a file or a folder for each rank, stage or shard, and number them. A part looks like a
+whole checkpoint to whoever reads it alone, so a source opens one only on request (`part=true`). What a file contains
+decides; where it does not tell, names and siblings do.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import NotACheckpoint, UcformatError, UnsupportedError, option_text
+from ucformat.reading.readable import PART_OF
+from ucformat.sources.model_files import read_json, read_weight_map
+from ucformat.sources.pickle.stand_ins import Inert
+from ucformat.storage.base import exists
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+    from ucformat.reading.readable import CheckpointMetadata
+    from ucformat.storage.base import Store
+
+__all__ = ["marked", "part_by_content", "part_by_names", "part_by_shapes", "parts_of_one", "refusal"]
+
+_MAX_LISTED = 10_000  # files that are listed to find siblings
+_MAX_INDEXES = 5
+_MAX_NAMED = 10
+
+#: Files that only ever hold a part, by the program that writes them.
+_FIXED = (
+    (re.compile(r"[\w-]+[-_](model|optim)_states\.pt"), "one file of a DeepSpeed checkpoint"),
+    (re.compile(r".*\.distcp"), "one file of a distributed checkpoint, whose `.metadata` describes it"),
+    (re.compile(r"distrib_optim\.pt"), "one rank's part of Megatron's distributed optimizer"),
+    (re.compile(r"model(_optim)?_rng\.pt"), "one rank's file of a Megatron checkpoint"),
+)
+_UNIVERSAL = re.compile(r".*/zero/[^/]+")  # the folder of a parameter in DeepSpeed's universal format
+
+_COUNTED = re.compile(r"(?<!\d)(\d{1,9})[-_. ]?of[-_. ]?(\d{1,9})(?!\d)")
+_PROGRESS = re.compile(r"(?:epochs?|ep|steps?|iter(?:ation)?s?|rounds?|folds?|trials?|phases?)[-_=. ]?$")
+_WORLD = re.compile(r"(?<![a-z])(?:world[-_]?size|ws)[-_=. ]?(\d{1,9})(?!\d)")
+_LABEL = r"(?<![a-z])({})[-_=. ]?(\d{{1,9}})(?![\da-z])"
+_RANK = re.compile(_LABEL.format("(?:[a-z]+[-_])?rank|tp|pp|mp|cp|etp|shards?|parts?|partitions?"))
+_PHASE = re.compile(_LABEL.format("stage|chunk|slice|piece|split"))  # of a pipeline, or of a training
+_DEVICE = re.compile(_LABEL.format("gpu|device|host|node|worker|proc|process|dp"))
+_RANK_FOLDER = re.compile(
+    r"(?:.*[-_.])?(?:rank|shard|part|partition)[-_.=]?\d{1,9}(?:_\d{1,9})*|(?:(?:tp|pp|mp|cp|etp|ep|dp)[-_.=]?\d{1,9}[-_.]?)+"
+)
+_LOW_RANK = re.compile(r"lora|dora|adapter|low[-_]?rank|galore")  # whose rank is a size
+_DOTTED = re.compile(r"\.(\d{2,9})\.[a-z]+$")
+_NUMBER = re.compile(r"\d{1,9}")
+_STACK = re.compile(r"((?:[^.]+\.)*?)(\d{1,6})(?:\..*|$)", re.DOTALL)
+
+#: Arguments of Megatron and DeepSpeed that count the ranks among which a model's tensors are divided.
+_DEGREES = ("tensor_model_parallel_size", "model_parallel_size", "pipeline_model_parallel_size",
+            "expert_model_parallel_size", "mp_world_size")  # fmt: skip
+_ARGUMENTS = ("args", "hyper_parameters", "config", "cfg", "hparams")
+_FLAT = re.compile(r"(.*\.)?(_flat_param|flat_param_\d+|_fsdp_wrapped_module\._flat_param)", re.DOTALL)
+_META_NORM, _META_SIZES = "norm.weight", "params.json"
+_META_EMBEDDING, _META_OUTPUT = "tok_embeddings.weight", "layers.0.attention.wo.weight"
+
+
+def refusal(where: str, what: str) -> NotACheckpoint:
+    """The error for a part that is opened as if it were whole.
+
+    Args:
+        where: the path or url of the part.
+        what: what it is.
+    """
+    yes, no = option_text("part", "True", "true"), option_text("part", "False", "false")
+    return NotACheckpoint(
+        f"{where} seems to be only a part of a checkpoint: {what}",
+        hint=f"open the folder that has all parts, or their index; to open this part by itself, {yes}; if it is whole "
+        f"in spite of that, {no}",
+    )
+
+
+def parts_of_one(names: Iterable[str], url: str) -> UnsupportedError | None:
+    """The error for a folder that has parts of one checkpoint, which nothing describes; None if it has no parts.
+
+    Args:
+        names: the names of the files among which none can be chosen.
+        url: the folder.
+    """
+    parts = [name for name in names if _by_label("", name, ())]
+    if not parts:
+        return None
+    more = f" and {len(parts) - _MAX_NAMED} more" if len(parts) > _MAX_NAMED else ""
+    return UnsupportedError(
+        f"{url} holds parts of a checkpoint, and no file says how they belong together: "
+        f"{', '.join(parts[:_MAX_NAMED])}{more}",
+        hint="put them together with the program that saved them; to open one file by itself: "
+        f"{option_text('part', 'True', 'true')}",
+    )
+
+
+def marked(metadata: CheckpointMetadata, what: str) -> CheckpointMetadata:
+    """The metadata of a part that is opened knowingly.
+
+    Args:
+        metadata: its metadata.
+        what: what it is.
+    """
+    return metadata.replace(layout={**metadata.layout, PART_OF: what})
+
+
+def part_by_content(value: Any) -> str | None:
+    """What a pickled value says that it is a part of; empty if it says that it is whole, None if it says neither.
+
+    Args:
+        value: the value of a file of torch.save.
+    """
+    if not isinstance(value, dict):
+        return None
+    if "ds_config" in value or "ds_version" in value:
+        return "one file of a DeepSpeed checkpoint, according to its content"
+    if any(isinstance(k, str) and _FLAT.fullmatch(k) for k in value):
+        return "one rank's flat parameters of FSDP"
+    degrees: dict[str, int] = {}
+    for arguments in (value, *(value[k] for k in _ARGUMENTS if k in value)):
+        found = arguments.attributes if isinstance(arguments, Inert) else arguments
+        if isinstance(found, dict):
+            degrees |= {n: found[n] for n in _DEGREES if type(found.get(n)) is int}
+    above = {name: n for name, n in degrees.items() if n > 1}
+    if above:
+        return f"one rank's part, according to its arguments ({', '.join(f'{k} {n}' for k, n in above.items())})"
+    return "" if any(name.startswith("pipeline") for name in degrees) else None
+
+
+def part_by_shapes(store: Store, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """What the shapes of a model of Meta or Mistral say, whose ranks (`consolidated.00.pth`) have some rows or columns.
+
+    Args:
+        store: the store of the files, which may have `params.json`.
+        shapes: the shapes of all tensors by name.
+    """
+    norm, embedding, output = (shapes.get(n, ()) for n in (_META_NORM, _META_EMBEDDING, _META_OUTPUT))
+    if len(norm) != 1 or len(embedding) != 2 or len(output) != 2:
+        return None
+    width, parameters = norm[0], read_json(store, _META_SIZES) if exists(store, _META_SIZES) else {}
+    sizes = [parameters.get(n) for n in ("n_heads", "head_dim")] if isinstance(parameters, dict) else [None, None]
+    heads, dim = (n if type(n) is int and n > 0 else None for n in sizes)
+    inner = heads * dim if heads and dim else width
+    if embedding[1] < width or 0 < output[1] < inner:
+        ranks = width // embedding[1] if 0 < embedding[1] < width else inner // output[1]
+        return f"one of {ranks} tensor-parallel ranks, according to its shapes"
+    return "" if heads else None
+
+
+def part_by_names(
+    store: Store, key: str, names: Collection[str] = (), names_of: Callable[[str], Iterable[str]] | None = None
+) -> str:
+    """What the name of a file, that of its folder, and the files beside it say that it is a part of; else empty.
+
+    Args:
+        store: a store whose root is the folder.
+        key: the name of the file; empty if the folder itself was opened.
+        names: the names of the tensors in it.
+        names_of: returns those in another file of the folder.
+    """
+    folder = store.url.rstrip("/").rpartition("/")[2].lower()
+    if found := _by_folder(folder, key.lower(), names):
+        return found
+    if not key:
+        return ""
+    if found := _by_label(store.url, key, names):
+        return found
+    beside = list(_siblings(store))
+    return _by_index(store, key, beside) or _by_siblings(key, beside, names, names_of)
+
+
+def _by_folder(folder: str, file: str, names: Collection[str]) -> str:
+    counted = _counted(folder)
+    if counted == 1:
+        return ""
+    if counted:
+        return f"its folder is one of {counted}"
+    if _RANK_FOLDER.fullmatch(folder) and not _is_low_rank(folder, file):
+        return f"its folder is called {folder}, as that of one of several ranks"
+    return f"its folder is called {folder}, as that of one pipeline stage" if _is_phase(folder, names) else ""
+
+
+def _by_label(url: str, key: str, names: Collection[str]) -> str:
+    """What a file's own name says."""
+    name = key.lower()
+    for pattern, what in _FIXED:
+        if pattern.fullmatch(name):
+            return what
+    if name.endswith(".pt") and _UNIVERSAL.fullmatch(url):
+        return "one tensor of a checkpoint in DeepSpeed's universal format"
+    counted, world = _counted(name), _WORLD.search(name)
+    if counted == 1 or (world and int(world[1]) == 1):
+        return ""
+    if counted:
+        return f"one of {counted} shards"
+    label = _RANK.search(name)
+    if label and not _is_low_rank(name, name):
+        of = f" of {int(world[1])}" if world else ""
+        return f"{label[1]} {int(label[2])}{of}, according to its name"
+    return "one pipeline stage, according to its name" if _is_phase(name, names) else ""
+
+
+def _counted(name: str) -> int:
+    """How many parts there are according to the name of one (`-00001-of-00004`); 0 if it does not tell."""
+    for m in _COUNTED.finditer(name):
+        if not _PROGRESS.search(name[: m.start()]) and int(m[1]) <= int(m[2]) and int(m[2]):
+            return int(m[2])
+    return 0
+
+
+def _is_low_rank(name: str, file: str) -> bool:
+    """Whether the rank in a name is that of an adapter's factors."""
+    label = _RANK.search(name)
+    return label is not None and int(label[2]) > 0 and bool(_LOW_RANK.search(name) or _LOW_RANK.search(file))
+
+
+def _is_phase(name: str, names: Collection[str]) -> bool:
+    """Whether a stage in a name is one of a pipeline: it is number 0, or its layers do not begin with the first."""
+    label = _PHASE.search(name)
+    return label is not None and (int(label[2]) == 0 or any(min(n) > 0 for n in _stacks(names).values()))
+
+
+def _siblings(store: Store) -> Iterator[str]:
+    try:
+        yield from (info.key for info in islice(store.list(), _MAX_LISTED) if "/" not in info.key)
+    except UcformatError:  # plain HTTP, which has no folders
+        return
+
+
+def _by_index(store: Store, key: str, beside: Iterable[str]) -> str:
+    for index in [n for n in beside if n.endswith(".index.json") and n != key][:_MAX_INDEXES]:
+        try:
+            files = set(read_weight_map(store, index)[0].values())
+        except UcformatError:  # it is not an index of tensors
+            continue
+        if key in files and len(files) > 1:
+            return f"one of the {len(files)} files of {index}"
+    return ""
+
+
+def _by_siblings(
+    key: str, beside: Collection[str], names: Collection[str], names_of: Callable[[str], Iterable[str]] | None
+) -> str:
+    """What files say whose names differ in one number."""
+    dotted = _DOTTED.search(key.lower())
+    for m in _NUMBER.finditer(key):
+        pattern = re.compile(rf"{re.escape(key[: m.start()])}(\d{{1,9}}){re.escape(key[m.end() :])}")
+        numbered = {int(n[1]): n[0] for n in map(pattern.fullmatch, beside) if n}
+        others = sorted((n for n in numbered if n != int(m[0])), key=lambda n: abs(n - int(m[0])))
+        if dotted and m.start() == dotted.start(1) and (int(m[0]) == 0 or numbered):
+            ranks = {*numbered, int(m[0])}
+            if len(ranks) > 1 and ranks == set(range(len(ranks))):
+                return f"one of {len(ranks)} numbered files, such as {numbered[others[0]]}"
+        if not others:
+            continue
+        label = _DEVICE.search(key.lower())
+        if label and label.start(2) == m.start():
+            return f"{label[1]} {int(label[2])}, beside {numbered[others[0]]}"
+        if names_of is not None and _complete(names, names_of, numbered[others[0]]):
+            return f"{numbered[others[0]]} has other layers of the same model"
+    return ""
+
+
+def _complete(names: Collection[str], names_of: Callable[[str], Iterable[str]], other: str) -> bool:
+    """Whether two files have different layers of one stack."""
+    try:
+        theirs = _stacks(names_of(other))
+    except UcformatError:  # another kind of file
+        return False
+    return any(mine.isdisjoint(theirs.get(stack, mine)) for stack, mine in _stacks(names).items())
+
+
+def _stacks(names: Iterable[str]) -> dict[str, set[int]]:
+    """The numbers of layers, by what is before the number in their names."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        if m := _STACK.fullmatch(name):
+            found.setdefault(m[1], set()).add(int(m[2]))
+    return found
