@@ -88,7 +88,7 @@ class TestTrainer(SourceSuite):
         torch.save({"arguments": Arguments(7)}, copy.path / "training_args.bin")
         value = copy.open().objects["training_args"]
         assert value.keys() == {"$opaque"}
-        assert from_json(value, pickle.loads)["arguments"].lr == 7
+        assert from_json(value, {"$opaque": pickle.loads})["arguments"].lr == 7
 
     def test_both_optimizers_side_by_side(self, copy: Sample) -> None:
         shutil.copy(copy.path / "optimizer.pt", copy.path / "optimizer.bin")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+from collections import namedtuple
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.testing._internal.distributed.checkpoint_utils import Rot13Example
 
 import ucformat.torch as ucf
 
@@ -21,7 +25,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is", "ignore:Detected an existing checkpoint", "ignore:TypedStorage is deprecated"
+    "ignore:torch.distributed is",
+    "ignore:Detected an existing checkpoint",
+    "ignore:TypedStorage is deprecated",
+    "ignore:Casting complex values",
 )
 
 STOCK = (dcp.FileSystemWriter, dcp.FileSystemReader)
@@ -58,7 +65,9 @@ def lines(value: Any, path: str = "") -> list[str]:
         return [kind, *(line for k, v in value.items() for line in lines(v, f"{kind}.{k!r}"))]
     if isinstance(value, list | tuple):
         return [kind, *(line for k, v in enumerate(value) for line in lines(v, f"{kind}[{k}]"))]
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, set | frozenset):
+        return [f"{kind} {sorted(map(repr, value))}"]
+    if isinstance(value, torch.Tensor | np.ndarray):
         return [f"{kind} {value.dtype} {value.tolist()}"]
     return [f"{kind} {value.getvalue() if isinstance(value, io.BytesIO) else value!r}"]
 
@@ -177,9 +186,85 @@ def by_absent_keys(classes: Classes, place: Path) -> Any:
 
 def what_metadata_says(classes: Classes, place: Path) -> Any:
     saved(classes, place)
-    meta = classes[1](place).read_metadata()
+    return described(classes[1](place).read_metadata())
+
+
+def described(meta: Any) -> Any:
     entries = {k: (type(v).__name__, tuple(getattr(v, "size", ()))) for k, v in meta.state_dict_metadata.items()}
-    return dict(sorted(entries.items())), {k: tuple(v) for k, v in sorted(meta.planner_data.items())}
+    paths = {k: tuple(v) for k, v in sorted((meta.planner_data or {}).items())}
+    return dict(sorted(entries.items())), paths, meta.version
+
+
+def what_metadata_says_of_packed_objects(classes: Classes, place: Path) -> Any:
+    nested = {"a": {"b": 1}, "odd": {1: 2}, "list": [{"x": torch.ones(2)}, 3], "pair": (torch.ones(2), {"x": 1})}
+    state = {"w": torch.ones(2), "deep": nested, "in": [{"x": [1]}], "none": {}, "n": 3, "plain": [1, [2]]}
+    saved(classes, place, state, dcp.DefaultSavePlanner(flatten_state_dict=False))
+    return dict.fromkeys(sorted(classes[1](place).read_metadata().state_dict_metadata))
+
+
+def with_a_planner_that_packs(classes: Classes, place: Path) -> Any:
+    """Two entries of the program are one of the checkpoint."""
+
+    class Packing(dcp.DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, *args: Any, **options: Any) -> None:
+            rest = {k: v for k, v in state_dict.items() if k not in ("a", "b")}
+            super().set_up_planner(rest, *args, **options)
+            self.state_dict["packed"] = {"a": state_dict["a"], "b": state_dict["b"]}
+            self.mappings["packed"] = ("packed",)
+
+    saved(classes, place, {"a": 1, "b": [{"c": 2}], "w": torch.ones(2), "deep": {"n": 1}}, Packing())
+    state: dict[str, Any] = {}
+    _load_state_dict(state, classes[1](place), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return described(classes[1](place).read_metadata()), state
+
+
+Pair = namedtuple("Pair", "first second")  # noqa: PYI024 - as programs have it
+
+
+def odd_values() -> dict[str, Any]:
+    return {
+        "array": np.arange(6.0, dtype=np.float32).reshape(2, 3),
+        "turned": np.arange(6).reshape(2, 3).T,
+        "text": np.array(["a", "bc"]),
+        "half": np.float16(1.5),
+        "int": np.int64(7),
+        "bool": np.bool_(True),
+        "complex": np.complex64(1 + 2j),
+        "str": np.str_("x"),
+        "dtype": torch.bfloat16,
+        "of numpy": np.dtype("float32"),
+        "size": torch.Size([2, 3]),
+        "frozen": frozenset([(1, 2), 3]),
+        "set": {1, 2},
+        "bytes": bytearray(b"x"),
+        "device": torch.device("cuda", 1),
+        "layout": torch.strided,
+        "slice": slice(1, 2),
+        "inside": (np.float32(1.5), [torch.Size([1]), {"k": np.zeros(2)}]),
+    }
+
+
+def types_that_a_program_does_not_say(classes: Classes, place: Path) -> Any:
+    saved(classes, place, odd_values())
+    return loaded(classes, place, dict.fromkeys(odd_values()))
+
+
+def types_of_named_tuples(classes: Classes, place: Path) -> Any:
+    saved(classes, place, {"pair": Pair(1, (2, Pair(3, None))), "w": torch.ones(1)})
+    return loaded(classes, place, {"pair": None, "w": torch.zeros(1)})
+
+
+def other_dtypes(classes: Classes, place: Path) -> Any:
+    numbers = torch.tensor([0.0, 1.0, -1.0, 1.7, -2.5, 300.3, 1e5])
+    state = {str(t): numbers.to(t) for t in DTYPES}
+    saved(classes, place, state)
+    return [loaded(classes, place, {k: torch.zeros(7, dtype=t) for k in state}) for t in DTYPES]
+
+
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64),
+)
 
 
 def in_the_background(classes: Classes, place: Path) -> Any:
@@ -199,7 +284,8 @@ def traverse(state: Any) -> dict[str, Any]:
 DOINGS = (
     *(whole, without_dist, by_id, part, more, more_allowed, of_another_shape, of_another_kind, not_flat),
     *(shards_as_they_are, with_a_plan_that_is_kept, all_that_is_there, by_keys, by_absent_keys, what_metadata_says),
-    in_the_background,
+    *(in_the_background, what_metadata_says_of_packed_objects, with_a_planner_that_packs, other_dtypes),
+    *(types_that_a_program_does_not_say, types_of_named_tuples),
 )
 
 
@@ -208,3 +294,26 @@ def test_ours_does_what_stock_does(tmp_path: Path, do: Callable[[Classes, Path],
     stock = outcome(do, STOCK, tmp_path / "stock")
     ours = outcome(do, OURS, tmp_path / "ours")
     assert ours == stock
+
+
+@pytest.mark.parametrize(
+    "do", [types_that_a_program_does_not_say, other_dtypes, what_metadata_says, what_metadata_says_of_packed_objects]
+)
+def test_our_reader_gives_back_what_the_stock_writer_wrote(tmp_path: Path, do: Callable[[Classes, Path], Any]) -> None:
+    stock = outcome(do, STOCK, tmp_path / "stock")
+    assert outcome(do, (STOCK[0], OURS[1]), tmp_path / "ours") == stock
+
+
+def test_what_was_written_through_a_stream_extension_is_read_by_the_stock_class_if_it_is_trusted(
+    tmp_path: Path,
+) -> None:
+    dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(tmp_path / "ck", _extensions=[Rot13Example()]))
+    registry = ExtensionRegistry()
+    registry.register(Rot13Example)
+    state = state_of(5)
+    with pytest.raises(CheckpointException, match="trust=True"):
+        dcp.load(state, storage_reader=ucf.Reader(tmp_path / "ck", registry))
+    dcp.load(state, storage_reader=ucf.Reader(tmp_path / "ck", registry, trust=True))
+    assert lines(state["net"]) == lines(state_of(1)["net"])
+    with pytest.raises(CheckpointException, match="rot13"):
+        dcp.load(state, storage_reader=ucf.Reader(tmp_path / "ck", trust=True))

@@ -15,10 +15,11 @@ from ucformat.errors import UnsupportedError, UsageError
 from ucformat.exporters.base import Exporter, Span, Target, left_out, option
 from ucformat.exporters.distcp import DistcpOptions, ItemFiles, TensorEntry, ValueEntry, save_id_of
 from ucformat.exporters.pickle import SavedTensor, Storage
-from ucformat.exporters.values import constant, is_special, key_of, value_of
+from ucformat.exporters.values import constant, key_of, value_of
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.sources.dcp.names import GROUPS, dotted
+from ucformat.sources.values import is_special
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

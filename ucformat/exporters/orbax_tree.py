@@ -14,7 +14,7 @@ import numpy as np
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.reading.readable import path_from_json
 from ucformat.sources.orbax.tree import NAMES, tensor_keys
-from ucformat.sources.values import from_json
+from ucformat.sources.values import from_json, is_special, plain_form
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -116,12 +116,13 @@ class _Values:
 
     def add(self, path: StatePath, value: Any, kind: str) -> None:
         """Add the leaves of a value in its JSON form; `kind` is their type, if it is known."""
+        value = plain_form(value)
         if isinstance(value, dict) and set(value) == {"$tuple"}:
             value = value["$tuple"]
         if isinstance(value, list) and value:
             for i, item in enumerate(value):
                 self.add((*path, i), item, kind)
-        elif isinstance(value, dict) and value and not _is_special(value):
+        elif isinstance(value, dict) and value and not is_special(value):
             for key, item in value.items():
                 self.add((*path, *path_from_json([key])), item, kind)
         elif (leaf := self._leaf(path, value, kind)) is not None:
@@ -149,10 +150,6 @@ class _Values:
             number = np.asarray(value, "<f8" if isinstance(value, float) else "<i8")
             return Leaf(path, "scalar", Array(number.dtype.name, (), number.tobytes()))
         return None
-
-
-def _is_special(value: dict[str, Any]) -> bool:
-    return any(k.startswith("$") and not k.startswith(("$$", "$int:")) for k in value)
 
 
 def _noted(leaves: Sequence[Leaf]) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey, Place, path_from_json
 from ucformat.sources.dcp.names import GROUPS, dotted
-from ucformat.sources.values import from_json
+from ucformat.sources.values import from_json, plain_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -163,6 +163,7 @@ class _Build:
 
     def decode(self, value: Any, path: str) -> Any:
         """The value of a JSON form."""
+        value = plain_form(value)
         if isinstance(value, list):
             return _List((i, self.decode(v, f"{path}[{i}]")) for i, v in enumerate(value))
         if not isinstance(value, dict):

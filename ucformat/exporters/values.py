@@ -11,14 +11,14 @@ from ucformat.exporters.base import Span
 from ucformat.exporters.pickle import ALLOWED, Call, Global, SavedTensor, Storage
 from ucformat.reading.readable import path_from_json
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.values import from_json
+from ucformat.sources.values import from_json, is_special, plain_form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["constant", "is_special", "key_of", "value_of", "whole"]
+__all__ = ["constant", "key_of", "value_of", "whole"]
 
 _SET, _COMPLEX, _SLICE = Global("__builtin__", "set"), Global("__builtin__", "complex"), Global("__builtin__", "slice")
 _STREAM, _PATH = Global("_io", "BytesIO"), Global("pathlib", "PosixPath")
@@ -52,15 +52,6 @@ def whole(info: TensorInfo) -> SavedTensor:
     return SavedTensor(Storage(Span.whole(info)), info.shape)
 
 
-def is_special(data: Any) -> bool:
-    """Whether a JSON form is that of a value other than a dictionary, a list, a text, a number or `None`.
-
-    Args:
-        data: the JSON form.
-    """
-    return isinstance(data, dict) and any(k.startswith("$") and not k.startswith(("$$", "$int:")) for k in data)
-
-
 def key_of(text: str) -> str | int:
     """The key of a dictionary, from its JSON form.
 
@@ -86,6 +77,7 @@ def value_of(data: Any, tensor: Callable[[str], TensorInfo], classes: Mapping[st
     def decode(inner: Any) -> Any:
         return value_of(inner, tensor, classes)
 
+    data = plain_form(data)
     if isinstance(data, list):
         return [decode(v) for v in data]
     if not isinstance(data, dict):

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UcformatError
-from ucformat.sources.values import to_json
+from ucformat.sources.values import plain_form, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -273,6 +273,9 @@ def _is_secret(key: str, value: Any) -> bool:
 
 def _special(form: str, value: Mapping[str, Any], depth: int) -> Any:
     """Simplify a value in one of the `$` forms (see `ucformat.sources.values`)."""
+    plain = plain_form(value)
+    if plain is not value:
+        return _plain(plain, depth)
     inner = value[form]
     match form:
         case "$class":
@@ -305,6 +308,7 @@ def _object(value: Mapping[str, Any], depth: int) -> Any:
 
 def _number(value: Any) -> float | int | None:
     """A number, possibly as a 0-d tensor or, if it is not finite, as text; None for other values."""
+    value = plain_form(value)
     if isinstance(value, dict) and set(value) == {"$float"}:
         return float(value["$float"])
     if isinstance(value, dict) and set(value) == {"$tensor"}:

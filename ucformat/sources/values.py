@@ -9,18 +9,24 @@ text is an object. Any other value is an object with a key that begins with `$`:
 | `{"$bytes": "…"}` | bytes, base64 |
 | `{"$stream": "…"}` | a file in memory (`io.BytesIO`): its bytes, base64; restored with the position at 0 |
 | `{"$complex": [re, im]}` | a complex number, each part as a float |
-| `{"$set": […]}` | a set or frozen set, sorted by their JSON |
+| `{"$set": […]}` | a set, sorted by their JSON |
 | `{"$slice": [start, stop, step]}` | a slice |
 | `{"$datetime": "…"}`, `{"$path": "…"}` | a date or time in ISO 8601 (a time span in seconds), a path |
 | `{"$dtype": "bfloat16"}` | a data type |
 | `{"$tensor": {"dtype", "shape", "data"}}` | a small tensor: little-endian row-major bytes, base64 |
 | `{"$ref": "client_state.ema.weight"}` | a larger tensor: that tensor of the checkpoint, in the state `weight` |
 | `{"$class": "deepspeed….LossScaler", "$args", "$state", "$items"}` | an object; empty parts are left out |
+| `{"$class": "numpy.float32", "$args": [1.5]}` | a NumPy scalar; in the same form `numpy.dtype`, `torch.Size`, … |
+| `{"$class": "numpy.ndarray", "$args": ["<f4", [2, 3]], "$items": …}` | a NumPy array; `$items` are row-major bytes |
+| `{"$class": "main.Point", "$fields": ["x", "y"], "$args": [1, 2]}` | a named tuple |
 | `{"$opaque": "…"}` | a pickle, base64, that only `ucformat.torch.load(…, trust=True)` opens |
 | `{"$dict": [[key, value], …]}` | a dictionary with keys other than text and integers |
+| `{"$packed": value}` | a dictionary or list that a planner of PyTorch DCP saved as one entry |
 
-Keys: an integer `3` becomes `"$int:3"`; text that begins with `$` gets another `$` in front. Tuples are arrays like
-lists, except in the values that PyTorch programs save, where they are `{"$tuple": […]}`.
+Keys: an integer `3` becomes `"$int:3"`; text that begins with `$` gets another `$` in front.
+
+The values that PyTorch programs save keep their Python types. In all others tuples are arrays like lists, frozen sets
+are sets, NumPy scalars numbers, and NumPy arrays tensors, as far as a dtype of PyTorch can hold them.
 """
 
 from __future__ import annotations
@@ -31,18 +37,48 @@ import io
 import json
 import math
 import reprlib
+from collections.abc import Mapping
+from functools import partial
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError, UpgradeNeeded
 from ucformat.reading.readable import json_key
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.pickle.stand_ins import Dtype, Inert, InertClass, Maker, NdArray, Opaque, StoredTensor, Stream
+from ucformat.sources.pickle.allowed import dtype_text
+from ucformat.sources.pickle.stand_ins import (
+    Dtype,
+    Inert,
+    InertClass,
+    Maker,
+    NamedFields,
+    NdArray,
+    NumpyDtype,
+    NumpyScalar,
+    Opaque,
+    Size,
+    SmallTensor,
+    StoredTensor,
+    Stream,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["SMALL", "all_equal", "from_json", "json_key", "to_json", "unkey"]
+__all__ = [
+    "SMALL",
+    "all_equal",
+    "from_json",
+    "is_flattened",
+    "is_special",
+    "json_key",
+    "numpy_dtype",
+    "packed",
+    "plain_form",
+    "to_json",
+    "unkey",
+]
 
 SMALL = 64 << 10  # bytes of a tensor up to which it is stored inside the JSON
 _MAX_DEPTH = 200
@@ -50,6 +86,7 @@ _MAX_NODES = 5_000_000
 _MAX_SHARED = 100_000  # items of repeated containers: a few lists that share others expand to any number of items
 _MAX_BYTES = 1 << 30  # of all bytes and tensors together
 _MAX_PATH = 4096  # characters of a path
+_REGISTERED = 2  # `isbuiltin` of a dtype that another package has registered: `ml_dtypes`
 _MAX_BITS = 1 << 13  # bits of an integer: Python's JSON parser stops at 4300 digits
 
 
@@ -60,7 +97,7 @@ def to_json(
     spill: Callable[[str, StoredTensor], str] | None = None,
     path: str = "",
     small: int = SMALL,
-    tuples: bool = False,
+    exact: bool = False,
 ) -> Any:
     """Convert an unpickled value to its JSON form.
 
@@ -71,13 +108,13 @@ def to_json(
             returns its name. None: such tensors are errors.
         path: the path of the value, joined by dots, for `spill` and messages.
         small: bytes of a tensor up to which it is stored inside the JSON.
-        tuples: distinguish tuples from lists.
+        exact: keep the Python types of values (tuples, NumPy arrays and scalars, …).
 
     Raises:
         UnsupportedError: a value has no JSON form, is nested deeper than 200 levels (or contains itself), has more
             than 5 million parts or a gigabyte of bytes, or contains a tensor without a `read` or `spill` for it.
     """
-    return _Encoder(read, spill, small, tuples).encode(value, path, 0)
+    return _Encoder(read, spill, small, exact).encode(value, path, 0)
 
 
 class _Encoder:
@@ -86,9 +123,9 @@ class _Encoder:
         read: Callable[[StoredTensor], bytes] | None,
         spill: Callable[[str, StoredTensor], str] | None,
         small: int,
-        tuples: bool,  # noqa: FBT001
+        exact: bool,  # noqa: FBT001
     ) -> None:
-        self.read, self.spill, self.small, self.tuples = read, spill, small, tuples
+        self.read, self.spill, self.small, self.exact = read, spill, small, exact
         self.nodes = self.shared = self.nbytes = 0
         self.seen: set[int] = set()  # by `id`: the value keeps its parts alive
 
@@ -108,7 +145,9 @@ class _Encoder:
         if isinstance(value, list | tuple):
             self.count(value, path)
             items = [self.encode(v, _join(path, i), depth + 1) for i, v in enumerate(value)]
-            return {"$tuple": items} if self.tuples and isinstance(value, tuple) else items
+            if isinstance(value, Size) and self.exact:
+                return {"$class": "torch.Size", "$args": [items]}
+            return {"$tuple": items} if self.exact and isinstance(value, tuple) else items
         return self.special(value, path, depth + 1)
 
     def count(self, value: Any, path: str) -> None:
@@ -144,16 +183,26 @@ class _Encoder:
             return out
         if isinstance(value, set | frozenset):
             self.count(value, path)
-            return {"$set": sorted((self.encode(v, path, depth) for v in value), key=json.dumps)}
+            items = sorted((self.encode(v, path, depth) for v in value), key=json.dumps)
+            frozen = isinstance(value, frozenset) and self.exact
+            return {"$class": "builtins.frozenset", "$args": [items]} if frozen else {"$set": items}
         if isinstance(value, slice):
             return {"$slice": self.encode([value.start, value.stop, value.step], path, depth)}
-        if isinstance(value, NdArray | Stream):
+        if isinstance(value, NumpyScalar):
+            number = self.encode(value.value, path, depth)
+            return {"$class": value.name, "$args": [number]} if self.exact else number
+        if isinstance(value, NamedFields):
+            items = [self.encode(v, _join(path, i), depth) for i, v in enumerate(value.items)]
+            return {"$class": value.name, "$fields": list(value.fields), "$args": items}
+        if isinstance(value, NdArray | SmallTensor | Stream):
             self.count(value.data, path)
             self.weigh(len(value.data), path)
-            return _array(value) if isinstance(value, NdArray) else {"$stream": base64.b64encode(value.data).decode()}
+            return _array(value, exact=self.exact) if isinstance(value, NdArray) else _plain(value, path)
         if isinstance(value, bytes | bytearray):
             self.count(value, path)
             self.weigh(len(value), path)
+            if isinstance(value, bytearray) and self.exact:
+                return {"$class": "builtins.bytearray", "$args": [_plain(bytes(value), path)]}
         return _plain(value, path)
 
     def tensor(self, value: StoredTensor, path: str) -> Any:
@@ -177,20 +226,24 @@ def _plain(value: Any, path: str) -> Any:
     """Encode the special values that contain no others."""
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Stream):
+        return {"$stream": base64.b64encode(value.data).decode()}
+    if isinstance(value, SmallTensor):
+        return _tensor(value.dtype, value.shape, value.data)
     if isinstance(value, Opaque):
         return {"$opaque": base64.b64encode(value.data).decode()}
     if isinstance(value, complex):
         return {"$complex": [x if math.isfinite(x) else {"$float": str(x)} for x in (value.real, value.imag)]}
     if isinstance(value, Dtype):
         return {"$dtype": value.name}
+    if isinstance(value, NumpyDtype):
+        return {"$class": "numpy.dtype", "$args": [dtype_text(value)]}
     if isinstance(value, InertClass | Maker):  # the class itself, not an object of it
         return {"$class": value.name}
     if isinstance(value, dt.timedelta):
         return {"$datetime": value.total_seconds()}
-    if isinstance(value, dt.date | dt.time):
-        return {"$datetime": value.isoformat()}
-    if isinstance(value, dt.timezone):
-        return {"$datetime": str(value)}
+    if isinstance(value, dt.date | dt.time | dt.timezone):
+        return {"$datetime": str(value) if isinstance(value, dt.timezone) else value.isoformat()}
     if isinstance(value, PurePosixPath):
         return {"$path": str(value)}
     raise UnsupportedError(f"{path or 'a value'} of the checkpoint is a {type(value).__name__}, which has no JSON form")
@@ -200,19 +253,41 @@ def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
     return {"$tensor": {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(data).decode()}}
 
 
-def _array(value: NdArray) -> Any:
+def _array(value: NdArray, *, exact: bool) -> Any:
     import numpy as np
 
-    if value.dtype in ITEMSIZE and not value.fortran:  # a torch dtype: NumPy knows not all of them
-        return _tensor(value.dtype, value.shape, value.data)
+    dtype = numpy_dtype(value.dtype)
     try:
-        dtype = np.dtype(value.dtype)
         array = np.frombuffer(value.data, dtype).reshape(value.shape, order="F" if value.fortran else "C")
-    except (ValueError, TypeError, OverflowError, SyntaxError) as error:
+    except ValueError as error:
         raise IntegrityError(f"the checkpoint has an invalid NumPy array: {error}") from error
-    if dtype.kind not in "biufc":
-        return {"$class": "numpy.ndarray", "$args": [dtype.str, list(value.shape)], "$items": _plain(value.data, "")}
-    return _tensor(dtype.name, value.shape, array.astype(dtype.newbyteorder("<")).tobytes())
+    if not exact and dtype.name in ITEMSIZE:
+        return _tensor(dtype.name, value.shape, array.astype(dtype.newbyteorder("<")).tobytes())
+    text = dtype.name if dtype.name in ITEMSIZE and dtype.isbuiltin == _REGISTERED else dtype.str
+    return {"$class": "numpy.ndarray", "$args": [text, list(value.shape)], "$items": _plain(array.tobytes(), "")}
+
+
+def numpy_dtype(text: str) -> Any:
+    """The NumPy dtype of a name: NumPy's own (`<f4`), or one of `ml_dtypes` (`bfloat16`).
+
+    Args:
+        text: the name.
+
+    Raises:
+        IntegrityError: there is no such dtype, or its elements are objects or have fields.
+    """
+    import ml_dtypes
+    import numpy as np
+
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, text) if text in ITEMSIZE and hasattr(ml_dtypes, text) else text)
+    except (AttributeError, OverflowError, SyntaxError, TypeError, ValueError) as error:
+        raise IntegrityError(f"the checkpoint has an invalid NumPy dtype: {error}") from error
+    if dtype.hasobject or (dtype.kind == "V" and dtype.name not in ITEMSIZE):
+        raise IntegrityError(
+            f"the checkpoint has a NumPy dtype {reprlib.repr(text)}, whose elements are not plain values"
+        )
+    return dtype
 
 
 def _join(path: str, part: object) -> str:
@@ -220,33 +295,69 @@ def _join(path: str, part: object) -> str:
     return f"{path}.{text}"[:_MAX_PATH] if path else text
 
 
-def from_json(value: Any, opened: Callable[[bytes], Any] | None = None) -> Any:
+def from_json(value: Any, makers: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> Any:
     """Convert the JSON form of a value back.
 
-    Small tensors become NumPy arrays, dates and paths text. `$ref`, `$class` and `$opaque` remain as they are.
+    Small tensors become NumPy arrays, dates and paths text, named tuples tuples. `$ref`, `$opaque`, and objects of
+    other classes than those of Python and NumPy remain as they are.
 
     Args:
         value: the JSON form.
-        opened: converts the pickle of an `$opaque` to a value; None: it remains as it is.
+        makers: what makes the values of a form (`$opaque`, `$tensor`, `$dtype`, `$fields`) or of a class, instead.
 
     Raises:
         UpgradeNeeded: a form is of a newer version of ucformat.
     """
+
+    def decode(inner: Any) -> Any:
+        return from_json(inner, makers)
+
     if isinstance(value, list):
-        return [from_json(v, opened) for v in value]
+        return [decode(v) for v in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         (key, inner), *_ = value.items()
-        if key == "$opaque" and opened is not None:
-            return opened(base64.b64decode(inner))
+        if key == "$opaque" and key in makers:
+            return makers[key](base64.b64decode(inner))
         if key in _DECODERS:
-            return _DECODERS[key](inner)
+            found = _DECODERS[key](inner)
+            return makers[key](found) if key in makers else found
         if key in _CONTAINERS:
-            return _CONTAINERS[key](inner, lambda v: from_json(v, opened))
+            return _CONTAINERS[key](inner, decode)
+    if (make := _maker(value, makers)) is not None:
+        parts = [decode(v) for v in _args(value) or ()]
+        return make(*parts, decode(value["$items"])) if "$items" in value else make(*parts)
     if any(k in value for k in _KEPT):
-        return {k: v if k in _KEPT else from_json(v, opened) for k, v in value.items()}
-    return {unkey(k): from_json(v, opened) for k, v in value.items()}
+        return {k: v if k in _KEPT else decode(v) for k, v in value.items()}
+    return {unkey(k): decode(v) for k, v in value.items()}
+
+
+def _args(value: Mapping[str, Any]) -> list[Any] | None:
+    """The arguments of an object."""
+    args = value.get("$args")
+    args = args["$tuple"] if isinstance(args, dict) and args.keys() == {"$tuple"} else args
+    return args if isinstance(args, list) else None
+
+
+def _maker(value: Mapping[str, Any], makers: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
+    """What makes an object of a class of Python or NumPy, or a named tuple."""
+    name = value.get("$class")
+    if not isinstance(name, str) or _args(value) is None:
+        return None
+    if value.keys() == {"$class", "$fields", "$args"}:
+        make = makers.get("$fields")
+        return (lambda *items: tuple(items)) if make is None else partial(make, name, tuple(value["$fields"]))
+    if value.keys() - {"$items"} != {"$class", "$args"} or ("$items" in value) != (name == "numpy.ndarray"):
+        return None
+    return makers.get(name) or _CLASSES.get(name) or _scalar_maker(name)
+
+
+def _scalar_maker(name: str) -> Callable[..., Any] | None:
+    module, _, kind = name.partition(".")
+    if module not in ("numpy", "ml_dtypes") or kind not in ITEMSIZE:
+        return None
+    return lambda number: numpy_dtype(kind).type(number)
 
 
 def unkey(key: str) -> str | int:
@@ -265,13 +376,28 @@ def unkey(key: str) -> str | int:
     return key.removeprefix("$")
 
 
-def _array_of(inner: dict[str, Any]) -> Any:
-    import ml_dtypes
+def _tensor_of(inner: dict[str, Any]) -> Any:
     import numpy as np
 
-    name = inner["dtype"]
-    dtype = np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name)
-    return np.frombuffer(base64.b64decode(inner["data"]), dtype).reshape(inner["shape"])
+    return np.frombuffer(base64.b64decode(inner["data"]), numpy_dtype(inner["dtype"])).reshape(inner["shape"])
+
+
+def _array_of(text: str, shape: list[int], data: bytes) -> Any:
+    import numpy as np
+
+    return np.frombuffer(bytearray(data), numpy_dtype(text)).reshape(shape)
+
+
+def _text_of(text: str) -> Any:
+    import numpy as np
+
+    return np.str_(text)
+
+
+def _bytes_of(data: bytes) -> Any:
+    import numpy as np
+
+    return np.bytes_(data)
 
 
 _KEPT = ("$class", "$ref", "$opaque")
@@ -283,13 +409,24 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$datetime": lambda text: text,
     "$path": lambda text: text,
     "$dtype": lambda name: name,
-    "$tensor": _array_of,
+    "$tensor": _tensor_of,
+}
+#: The classes whose objects are made without PyTorch; NumPy's scalars are further ones.
+_CLASSES: dict[str, Callable[..., Any]] = {
+    "builtins.bytearray": bytearray,
+    "builtins.frozenset": lambda items: frozenset(map(_hashable, items)),
+    "numpy.bytes_": _bytes_of,
+    "numpy.dtype": numpy_dtype,
+    "numpy.ndarray": _array_of,
+    "numpy.str_": _text_of,
+    "torch.Size": tuple,
 }
 #: The special values that contain others, which the second argument decodes.
 _CONTAINERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "$tuple": lambda items, decode: tuple(map(decode, items)),
     "$set": lambda items, decode: {_hashable(decode(v)) for v in items},
     "$slice": lambda parts, decode: slice(*map(decode, parts)),
+    "$packed": lambda inner, decode: decode(inner),
     "$dict": lambda pairs, decode: {_hashable(decode(k)): decode(v) for k, v in pairs},
 }
 
@@ -298,6 +435,60 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(_hashable, value))
     return frozenset(value) if isinstance(value, set) else value
+
+
+def plain_form(value: Any) -> Any:
+    """The JSON form of a value without its Python type, as it is where types are not kept; its parts are not changed.
+
+    Args:
+        value: the JSON form.
+    """
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"$packed"}:
+        return value["$packed"]
+    name, args = value.get("$class"), _args(value)
+    if not isinstance(name, str) or not args:
+        return value
+    if value.keys() == {"$class", "$fields", "$args"}:
+        return {"$tuple": args}
+    if name == "numpy.ndarray" and "$items" in value:
+        dtype = numpy_dtype(args[0])
+        found = _array(NdArray(args[0], tuple(args[1]), from_json(value["$items"])), exact=False)
+        return found if dtype.name in ITEMSIZE else value
+    if name in ("numpy.str_", "numpy.bytes_", "builtins.bytearray") or _scalar_maker(name):
+        return args[0]
+    if name in ("torch.Size", "builtins.frozenset"):
+        return {"$tuple" if name == "torch.Size" else "$set": args[0]}
+    return {"$dtype": args[0]} if name == "numpy.dtype" else value
+
+
+def is_special(value: Any) -> bool:
+    """Whether a JSON form is that of a value other than a dictionary, a list, a text, a number or `None`.
+
+    Args:
+        value: the JSON form.
+    """
+    return isinstance(value, Mapping) and any(k.startswith("$") and not k.startswith(("$$", "$int:")) for k in value)
+
+
+def packed(value: Any) -> Any:
+    """The JSON form of an entry of PyTorch DCP, marked if DCP's own planners would save its parts as entries.
+
+    Args:
+        value: the JSON form of the entry's value.
+    """
+    parts = isinstance(value, Mapping) and (not is_special(value) or "$dict" in value)
+    return {"$packed": value} if parts or (isinstance(value, list) and is_flattened(value)) else value
+
+
+def is_flattened(items: Sequence[Any]) -> bool:
+    """Whether DCP saves the items of a list as entries: if dictionaries are among them.
+
+    Args:
+        items: the JSON forms of the items.
+    """
+    return any((isinstance(v, dict) and not is_special(v)) or (isinstance(v, list) and is_flattened(v)) for v in items)
 
 
 def all_equal(values: dict[str, Any]) -> bool:

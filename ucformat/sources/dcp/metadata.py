@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ucformat.sources.dcp.names import Path
     from ucformat.storage.base import Store
 
-__all__ = ["Items", "Metadata", "TensorEntry", "read_metadata"]
+__all__ = ["Items", "Metadata", "TensorEntry", "TransformedItems", "read_metadata"]
 
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _MAX_METADATA = 2 << 30  # bytes; 10^6 chunks take about 300 MB
@@ -188,6 +188,10 @@ def _paths(meta: Metadata, found: Any) -> None:
     meta.values.sort(key=lambda fqn: order.get(fqn, last))
 
 
+class TransformedItems(UnsupportedError):
+    """The items were written through stream extensions of DCP."""
+
+
 def _storage(meta: Metadata, found: Any, below: str) -> None:
     if not isinstance(found, dict):
         raise _damaged(meta, "has no `storage_data`")
@@ -203,10 +207,11 @@ def _storage(meta: Metadata, found: Any, below: str) -> None:
         if not isinstance(file, str) or len(file) > _MAX_CHARS or not _sizes((offset, nbytes)):
             raise _damaged(meta, f"has an invalid location of {fqn}: {_brief(info.state)}")
         if transforms := place.get("transform_descriptors"):
-            raise UnsupportedError(
+            raise TransformedItems(
                 f"{meta.file}: {fqn} was transformed by {_brief(transforms)} when it was saved, so it cannot be read "
                 "in place",
-                hint="load it with torch.distributed.checkpoint, and save it again without stream extensions",
+                hint="save it again without stream extensions: ucformat.torch.Reader(path, trust=True) loads it with "
+                "PyTorch's own class, which unpickles values",
             )
         if file not in keys:
             keys[file] = check_key(below + file)
@@ -351,7 +356,7 @@ class Items:
             entry = self.meta.tensors.get(fqn)
             where[fqn] = self.locate(fqn, entry.boxes[0] if entry and len(entry.boxes) == 1 else None)
         ahead = cast("Store", _ReadAhead(self.store, where.values()))
-        return {fqn: open_file(ahead, stored, fqn, allow=self._allow) for fqn, stored in where.items()}
+        return {fqn: open_file(ahead, stored, fqn, allow=self._allow, exact=True) for fqn, stored in where.items()}
 
     def records(self) -> Iterator[FileRecord]:
         """List every record of every item's archive."""

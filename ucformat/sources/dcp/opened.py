@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.tensor import TensorInfo, TensorList
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence, Place
@@ -12,7 +14,7 @@ from ucformat.sources.dcp.names import GROUPS, dotted, split_state
 from ucformat.sources.dcp.state import name_entries
 from ucformat.sources.index import Group, unknown_tensor
 from ucformat.sources.pickle.stand_ins import OpaqueFile
-from ucformat.sources.values import from_json, json_key, to_json
+from ucformat.sources.values import from_json, json_key, packed, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,7 +59,7 @@ def plain_value(file: TorchFile | OpaqueFile, path: str) -> Any:
             )
         return file.read(tensor)
 
-    return to_json(file.value, read=read, path=path, small=_MAX_NBYTES, tuples=True)
+    return to_json(file.value, read=read, path=path, small=_MAX_NBYTES, exact=True)
 
 
 def _raw_groups(optimizer: Optimizer, files: Values) -> list[dict[str, Any]]:
@@ -160,7 +162,7 @@ class _Leaf:
 
 def _plain(node: Any, path: Path, files: Values, with_tensors: set[Path]) -> Any:
     if isinstance(node, _Leaf):
-        return plain_value(files[node.fqn], node.fqn)
+        return packed(plain_value(files[node.fqn], node.fqn))
     inner = {k: _plain(v, (*path, k), files, with_tensors) for k, v in node.items()}
     if inner and path not in with_tensors and all(isinstance(k, int) for k in inner):
         return [inner.get(i, {}) for i in range(max(inner) + 1)]  # DCP leaves out empty dictionaries
@@ -284,8 +286,12 @@ class ItemValues:
 
 
 def _integer(value: Any) -> Any:
-    """A plain integer, or the one in a 0-d tensor of integers."""
-    tensor = value.get("$tensor") if isinstance(value, dict) else None
-    if tensor and tensor["dtype"].startswith(("int", "uint")) and not tensor["shape"]:
-        return int(from_json(value))
-    return value
+    """A plain integer, or the one in a 0-d tensor or NumPy value of integers."""
+    if not isinstance(value, dict):
+        return value
+    found = from_json(value)
+    return (
+        int(found)
+        if isinstance(found, np.ndarray | np.integer) and found.dtype.kind in "iu" and not found.shape
+        else value
+    )

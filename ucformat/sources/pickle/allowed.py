@@ -22,6 +22,8 @@ from ucformat.sources.pickle.stand_ins import (
     Maker,
     NdArray,
     NumpyDtype,
+    NumpyScalar,
+    Size,
     Storage,
     StorageType,
     StoredTensor,
@@ -57,7 +59,7 @@ def sizes(value: Any, what: str) -> tuple[int, ...]:
     Raises:
         IntegrityError: it is something else.
     """
-    if type(value) is tuple or type(value) is list:
+    if type(value) in (tuple, list, Size):
         for n in value:
             if type(n) is not int or not 0 <= n < _MAX_NUMBER:
                 break
@@ -204,6 +206,15 @@ def _scalar(dtype: NumpyDtype, data: bytes) -> Any:
     return np.frombuffer(data, dtype_text(dtype), count=1)[0].item()
 
 
+def _exact_scalar(dtype: NumpyDtype, data: bytes) -> Any:
+    import numpy as np
+
+    kind = np.dtype(dtype_text(dtype))
+    value = _scalar(dtype, data)
+    name = {"U": "str_", "S": "bytes_"}.get(kind.kind, kind.name)
+    return NumpyScalar(f"numpy.{name}", value) if name in ITEMSIZE or kind.kind in "US" else value
+
+
 def _frombuffer(data: Any, dtype: NumpyDtype, shape: Any, order: str = "C") -> NdArray:
     return NdArray(dtype_text(dtype), sizes(shape, "shape"), bytes(data), order == "F")
 
@@ -231,6 +242,7 @@ _SCALARS = (
     Dtype,
     Inert,
     InertClass,
+    NumpyScalar,
     PurePosixPath,
     dt.date,
     dt.timedelta,
@@ -304,13 +316,22 @@ _GLOBALS: dict[str, Callable[..., Any]] = {
 }
 
 
-def resolve(module: str, name: str, allow: tuple[str, ...] = ()) -> Any:
+_EXACT_GLOBALS: dict[str, Callable[..., Any]] = {
+    **_GLOBALS,
+    "torch.Size": lambda value=(): Size(sizes(value, "size")),
+    **{f"numpy.{core}.multiarray.scalar": _exact_scalar for core in ("core", "_core")},
+    **{f"{module}.bytearray": lambda *args: bytearray(_bytes(*args)) for module in ("builtins", "__builtin__")},
+}
+
+
+def resolve(module: str, name: str, allow: tuple[str, ...] = (), *, exact: bool = False) -> Any:
     """Find the stand-in for a global of a pickle.
 
     Args:
         module: the module that the pickle names.
         name: the name in the module.
         allow: packages, besides those of `_FRAMEWORKS`, whose classes become inert stand-ins.
+        exact: NumPy scalars, byte arrays and `torch.Size` keep their types.
 
     Returns:
         a `Maker`, `Dtype`, `StorageType` or `InertClass`.
@@ -319,8 +340,9 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = ()) -> Any:
         UnsafeError: the global is not allowed.
     """
     whole = f"{module}.{name}"
-    if whole in _GLOBALS:
-        return Maker(whole, _GLOBALS[whole], hashes=whole.rpartition(".")[2] in _HASHING)
+    known = _EXACT_GLOBALS if exact else _GLOBALS
+    if whole in known:
+        return Maker(whole, known[whole], hashes=whole.rpartition(".")[2] in _HASHING)
     if module == "torch" and name in _TORCH_DTYPES:
         return Dtype(_TORCH_DTYPES[name])
     if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGES:

@@ -294,7 +294,7 @@ def _start(read: Callable[[], bytes], header: int, nbytes: int, end: int, label:
 
 
 def open_file(
-    store: Store, file: str | ByteRange, name: str = "", *, allow: tuple[str, ...] = ()
+    store: Store, file: str | ByteRange, name: str = "", *, allow: tuple[str, ...] = (), exact: bool = False
 ) -> TorchFile | OpaqueFile:
     """Open a file of torch.save; an `OpaqueFile` if its pickle is not allowed or not supported.
 
@@ -303,12 +303,13 @@ def open_file(
         file: the key of a file, or a range of one.
         name: the name of a range in errors.
         allow: further packages whose classes become inert stand-ins.
+        exact: NumPy scalars, byte arrays and `torch.Size` keep their types.
 
     Raises:
         IntegrityError: the file is damaged.
     """
     try:
-        return TorchFile(store, file, name, allow=allow)
+        return TorchFile(store, file, name, allow=allow, exact=exact)
     except (UnsafeError, UnsupportedError) as error:
         return OpaqueFile(store, _range(store, file), error)
 
@@ -320,11 +321,20 @@ def _range(store: Store, file: str | ByteRange) -> ByteRange:
 class TorchFile:
     """A file of `torch.save`: `value` is the saved value, with a `StoredTensor` for each tensor."""
 
-    def __init__(self, store: Store, file: str | ByteRange, name: str = "", *, allow: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        file: str | ByteRange,
+        name: str = "",
+        *,
+        allow: tuple[str, ...] = (),
+        exact: bool = False,
+    ) -> None:
         self._zip = TorchZip(store, file, name)
         self.store, self.key = store, self._zip.key
-        label = self._zip.label
-        self.value: Any = unpickle(self._zip.pickle, file=label, storage_nbytes=self._zip.nbytes, allow=allow)
+        self.value: Any = unpickle(
+            self._zip.pickle, file=self._zip.label, storage_nbytes=self._zip.nbytes, allow=allow, exact=exact
+        )
 
     def records(self) -> Iterator[FileRecord]:
         """List every member of the file with its checksum (see `TorchZip.records`)."""

@@ -379,7 +379,7 @@ def _json(value: Any, optimizer: Optimizer, path: str, contents: TensorIndex) ->
     def spill(where: str, tensor: StoredTensor) -> str:
         return contents.add_large(where, optimizer.file, tensor)
 
-    return to_json(value, read=optimizer.file.read, spill=spill, path=path, tuples=optimizer.place is not None)
+    return to_json(value, read=optimizer.file.read, spill=spill, path=path, exact=optimizer.place is not None)
 
 
 def _check(optimizer: Optimizer, names: Sequence[Sequence[str]], shapes: Mapping[str, Any]) -> None:

@@ -20,10 +20,14 @@ __all__ = [
     "Inert",
     "InertClass",
     "Maker",
+    "NamedFields",
     "NdArray",
     "NumpyDtype",
+    "NumpyScalar",
     "Opaque",
     "OpaqueFile",
+    "Size",
+    "SmallTensor",
     "Storage",
     "StorageType",
     "StoredTensor",
@@ -127,10 +131,42 @@ class Opaque:
 
 @dataclass(slots=True, eq=False)
 class NumpyDtype:
-    """A numpy dtype under construction."""
+    """A numpy dtype."""
 
     code: str
     order: str = "<"
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyScalar:
+    """A NumPy scalar: the name of its class, and its value as Python has it."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SmallTensor:
+    """A tensor in memory: its dtype by name, and its row-major bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFields:
+    """A named tuple: the name of its class, and its fields in order."""
+
+    name: str
+    fields: tuple[str, ...]
+    items: tuple[Any, ...]
+
+
+class Size(tuple[int, ...]):
+    """A `torch.Size`."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

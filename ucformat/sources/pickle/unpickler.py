@@ -43,7 +43,14 @@ if TYPE_CHECKING:
 __all__ = ["unpickle"]
 
 
-def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], allow: tuple[str, ...] = ()) -> Any:
+def unpickle(
+    data: bytes,
+    *,
+    file: str,
+    storage_nbytes: Callable[[str], int],
+    allow: tuple[str, ...] = (),
+    exact: bool = False,
+) -> Any:
     """Read the value in a pickle of torch.save.
 
     Args:
@@ -51,6 +58,7 @@ def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], al
         file: the name of the file, for messages.
         storage_nbytes: gives the bytes of a storage by its key.
         allow: further packages whose classes become inert stand-ins.
+        exact: NumPy scalars, byte arrays and `torch.Size` keep their types.
 
     Raises:
         UnsafeError: the pickle names a global that is not allowed, or expands to far more than its size.
@@ -58,7 +66,7 @@ def unpickle(data: bytes, *, file: str, storage_nbytes: Callable[[str], int], al
         IntegrityError: the pickle is damaged.
     """
     try:
-        return interpret(data, _Meaning(len(data), storage_nbytes, allow), _CALLS, IntegrityError)
+        return interpret(data, _Meaning(len(data), storage_nbytes, allow, exact=exact), _CALLS, IntegrityError)
     except UcformatError as error:
         raise type(error)(f"{file}: {error.message}", hint=error.hint) from error
     except MemoryError:  # the limits make sure that the size of the file justifies it
@@ -83,8 +91,10 @@ _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, PurePosixPat
 class _Meaning:
     """What the opcodes mean that do more than to make a plain value, and how much of it the file justifies."""
 
-    def __init__(self, nbytes: int, storage_nbytes: Callable[[str], int], allow: tuple[str, ...]) -> None:
-        self.storage_nbytes, self.allow = storage_nbytes, allow
+    def __init__(
+        self, nbytes: int, storage_nbytes: Callable[[str], int], allow: tuple[str, ...], *, exact: bool = False
+    ) -> None:
+        self.storage_nbytes, self.allow, self.exact = storage_nbytes, allow, exact
         self.storages: set[str] = set()
         self.views = _MIN_VIEWED
         self.copies = max(_MIN_COPIES, _COPIES_PER_BYTE * nbytes)
@@ -161,6 +171,8 @@ class _Meaning:
             target.order = state[1] if state[1] in "<>" else target.order
             if state[3] is not None or state[4] is not None:
                 raise UnsupportedError("a numpy array of a structured dtype is not read")
+            if target.code[:1] in "Mm":
+                raise UnsupportedError("a numpy array of times is not read")
         elif isinstance(target, NdArray):
             _, target.shape, dtype, target.fortran, target.data = state
             target.shape, target.dtype = sizes(target.shape, "shape"), dtype_text(dtype)
@@ -216,7 +228,7 @@ class _Meaning:
             raise IntegrityError("its pickle names a global by something that is not text")
         if len(module) + len(name) > _MAX_NAME:
             raise UnsafeError(f"its pickle names a global of {len(module) + len(name)} characters")
-        return resolve(module, name, self.allow)
+        return resolve(module, name, self.allow, exact=self.exact)
 
     def persistent(self, identity: Any) -> Storage:
         if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":

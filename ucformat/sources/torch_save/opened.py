@@ -215,7 +215,7 @@ class OpenTorchSave:
         def spill(path: str, tensor: StoredTensor) -> str:
             return self.contents.add_large(path, file, tensor)
 
-        objects = to_json(parts.rest, read=file.read, spill=spill, tuples=True)
+        objects = to_json(parts.rest, read=file.read, spill=spill, exact=True)
         if not isinstance(objects, dict) or "$dict" in objects:
             objects = {"value": objects}
         return {**objects, **({"unnamed": unnamed} if unnamed else {})}

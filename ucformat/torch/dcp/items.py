@@ -19,7 +19,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.sources.dcp.names import GROUPS, Path, dotted
 from ucformat.sources.pickle.stand_ins import opaque_file
-from ucformat.sources.values import json_key
+from ucformat.sources.values import json_key, packed
 from ucformat.torch.comm.wire import message
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.elements import host_memory
@@ -115,7 +115,7 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Ra
                     f"{dotted(path)} is a PerRank value, but torch.distributed.checkpoint saves that of one rank only",
                     hint="save with ucformat.torch.save, or use a key that contains the rank",
                 )
-            values[path] = encode(value, dotted(path))
+            values[path] = packed(encode(value, dotted(path)))
     held = getattr(planner, "state_dict", {})
     return RankItems(
         tensors=tensors,

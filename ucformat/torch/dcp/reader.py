@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
@@ -20,6 +21,7 @@ from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
+from ucformat.sources.dcp.metadata import TransformedItems
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.watched import check_unchanged
 from ucformat.torch.dcp.entries import Entries, StoredWeight, fit_values
@@ -52,10 +54,11 @@ class Reader(StorageReader):
     Args:
         path: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint. A
             `checkpoint_id` passed to DCP replaces it.
-        _extension_registry: has no effect; checkpoints that were written with stream extensions are not supported.
+        _extension_registry: the stream extensions with which `FileSystemWriter` wrote the checkpoint, if they are not
+            PyTorch's own. Such a checkpoint needs `trust=True`, since `FileSystemReader` itself reads it.
         rename: maps names of the checkpoint to names of the state: a function, or `{regex: replacement}`, where the
             regex matches the whole name.
-        cast: cast tensors to the dtypes of the state.
+        cast: cast tensors to the dtypes of the state, as `FileSystemReader` does; False: another dtype is an error.
         trust: unpickle opaque objects, which may run code.
         verify: which checksums to check, as for `ucformat.torch.load`.
         threads: how many threads read on this rank (default: as many as the storage can use).
@@ -67,7 +70,7 @@ class Reader(StorageReader):
         _extension_registry: Any = None,
         *,
         rename: Rename | None = None,
-        cast: bool = False,
+        cast: bool = True,
         trust: bool = False,
         verify: Verify = "whole",
         threads: int | None = None,
@@ -77,6 +80,8 @@ class Reader(StorageReader):
         self._url = path
         self._rename, self._cast, self._trust, self._verify, self._threads = rename, cast, trust, verify, threads
         self._entries: Entries | None = None
+        self._extensions = _extension_registry
+        self._stock: FileSystemReader | None = None  # reads a checkpoint with stream extensions
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -104,7 +109,7 @@ class Reader(StorageReader):
         """
         if checkpoint_id is not None:
             self._url = checkpoint_id
-        self._entries = None
+        self._entries = self._stock = None
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:  # noqa: ARG002 - `kwargs` would mean metadata by rank
         """Open the checkpoint, and return its metadata; entries are resolved when DCP looks them up.
@@ -118,23 +123,33 @@ class Reader(StorageReader):
         """
         if self._url is None:
             raise UsageError("the Reader has no path", hint="Reader(path), or give DCP a checkpoint_id")
-        ck = self._url if isinstance(self._url, Checkpoint) else open_reference(self._url)
+        try:
+            ck = self._url if isinstance(self._url, Checkpoint) else open_reference(self._url)
+        except TransformedItems:
+            if not self._trust:
+                raise
+            self._stock = FileSystemReader(str(self._url), self._extensions)
+            return self._stock.read_metadata()
         self._entries = Entries(ck, stored_names(ck, self._rename))
         return Metadata(
             state_dict_metadata=cast("Any", self._entries),
             planner_data=_Paths(self._entries),
             storage_meta=StorageMeta(checkpoint_id=ck.url),
+            version=CURRENT_DCP_VERSION,
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
-        """Do nothing, since the checkpoint is open.
+        """Do nothing, since the checkpoint is open, except for a checkpoint with stream extensions.
 
         Args:
-            metadata: ignored.
-            is_coordinator: ignored.
-            args: ignored.
-            kwargs: ignored.
+            metadata: from `read_metadata`.
+            is_coordinator: whether this rank coordinates the load.
+            args: as DCP passes them.
+            kwargs: as DCP passes them.
         """
+        if not isinstance(metadata.state_dict_metadata, Entries):
+            self._stock = self._stock or FileSystemReader(str(self._url), self._extensions)
+            self._stock.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan unchanged.
@@ -165,6 +180,8 @@ class Reader(StorageReader):
             Conflict: a file of the checkpoint has changed since it was opened.
             UsageError: `read_metadata` was not called.
         """
+        if self._stock is not None:
+            return self._stock.read_data(plan, planner)
         entries = self._entries
         if entries is None:
             raise UsageError("the checkpoint is not open", hint="call read_metadata() before read_data()")
@@ -231,7 +248,7 @@ def _raise_for(problems: Problems, url: str, *, partial: bool) -> None:
     """StateMismatch with all problems of this rank; with `partial`, missing entries are ignored."""
     hints = ["ucformat.torch.load(state, url) reports the mismatches of all ranks at once"]
     if problems.dtypes:
-        hints.insert(0, "Reader(path, cast=True) casts")
+        hints.insert(0, "Reader(path) casts, if cast=False is left out")
     try:
         raise_for(replace(problems, missing=()) if partial else problems, "report", url)
     except StateMismatch as error:

@@ -59,7 +59,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
             this writer, which must begin after the first has ended.
         overwrite: replace an existing checkpoint, which stays intact until the new one is committed. A checkpoint that
             is held, tagged, aliased, or needed by others is never replaced.
-        _extensions: not supported.
+        _extensions: not supported: tensors are stored such that any box of them can be read, not as streams.
         serialization_format: only the default is supported.
         form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file per rank
             without communication, which can be opened alike, and which `ucp materialize` converts to arrays;

@@ -13,7 +13,7 @@ from ucformat.sources.values import SMALL, json_key
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.state.local import local_of
 from ucformat.torch.state.memory import torch_dtype
-from ucformat.torch.state.objects import PerRank, decode, encode, like
+from ucformat.torch.state.objects import PerRank, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -352,7 +352,7 @@ class ClientState:
     def value(self) -> dict[str, Any]:
         """Return the client state that was passed to `save`, with per-rank values if the number of ranks is the same.
 
-        Tuples are lists, and NumPy arrays are tensors.
+        Values have the types with which they were saved.
         """
         shared: dict[str, Any] = self._filled(decode(self._data, trust=self._trust))
         return shared | self._own
@@ -362,7 +362,7 @@ class ClientState:
             if set(value) == {"$ref"}:
                 return self._room[value["$ref"]]
             return {k: self._filled(v) for k, v in value.items()}
-        return [self._filled(v) for v in value] if isinstance(value, list) else like(value, None)
+        return [self._filled(v) for v in value] if isinstance(value, list) else value
 
 
 def _references(data: Any) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from ucformat.errors import PermissionDenied, UnsupportedError, UsageError
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted
-from ucformat.sources.values import from_json, json_key
+from ucformat.sources.values import from_json, is_flattened, is_special, json_key
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.state.collect import ValueSlot
 from ucformat.torch.state.objects import Rng, decode, encode, unfit
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ucformat.torch.state.collect import CollectedState, OptimizerGroup
     from ucformat.torch.state.objects import PerRank
 
-__all__ = ["ABSENT", "SavedState", "find_object", "fit_groups", "fit_objects", "is_special", "take_values", "value_at"]
+__all__ = ["ABSENT", "SavedState", "find_object", "fit_groups", "fit_objects", "take_values", "value_at"]
 
 ABSENT = object()
 
@@ -160,8 +160,8 @@ def value_at(node: Any, text: str) -> Any:
 
 
 def _item(node: Any, part: str) -> Any:
-    if isinstance(node, Mapping) and set(node) == {"$tuple"}:
-        node = node["$tuple"]
+    if isinstance(node, Mapping) and set(node) in ({"$tuple"}, {"$packed"}):
+        (node,) = node.values()
     if isinstance(node, list):
         return node[int(part)] if part.isdecimal() and int(part) < len(node) else ABSENT
     if not isinstance(node, Mapping):
@@ -172,15 +172,6 @@ def _item(node: Any, part: str) -> Any:
         return ABSENT
     keys = (json_key(part), f"$int:{part}")
     return next((node[k] for k in keys if k in node), ABSENT)
-
-
-def is_special(node: Mapping[str, Any]) -> bool:
-    """Check whether a JSON object encodes a value other than a dictionary.
-
-    Args:
-        node: the JSON object.
-    """
-    return any(k.startswith("$") and not k.startswith(("$$", "$int:")) for k in node)
 
 
 def _leaves(node: Any, path: Path, lists: set[str]) -> Iterator[Path]:
@@ -197,15 +188,11 @@ def _leaves(node: Any, path: Path, lists: set[str]) -> Iterator[Path]:
             in_list = number != key and dotted(path) in lists
             part = int(number) if in_list else str(IntKey(number)) if number != key else key.removeprefix("$")
             yield from _leaves(inner, (*path, part), lists)
-    elif isinstance(node, list) and _is_flattened(node):
+    elif isinstance(node, list) and is_flattened(node):
         for i, inner in enumerate(node):
             yield from _leaves(inner, (*path, i), lists)
     else:
         yield path
-
-
-def _is_flattened(node: Sequence[Any]) -> bool:
-    return any((isinstance(v, dict) and not is_special(v)) or (isinstance(v, list) and _is_flattened(v)) for v in node)
 
 
 def fit_objects(

@@ -8,16 +8,28 @@ import io
 import json
 import pickle
 import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from ucformat.errors import UnsafeError, UnsupportedError, UsageError
+from ucformat.errors import IntegrityError, UnsafeError, UnsupportedError, UsageError
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.pickle.stand_ins import Dtype, NdArray, Opaque, Stream
-from ucformat.sources.values import from_json, to_json
+from ucformat.sources.pickle.stand_ins import (
+    Dtype,
+    Inert,
+    NamedFields,
+    NdArray,
+    NumpyDtype,
+    NumpyScalar,
+    Opaque,
+    Size,
+    SmallTensor,
+    Stream,
+)
+from ucformat.sources.values import from_json, numpy_dtype, to_json
 from ucformat.torch.state.elements import host_memory
 from ucformat.torch.state.memory import dtype_name
 
@@ -54,7 +66,7 @@ def encode(value: Any, path: str = "") -> Any:
         UnsupportedError: the value contains itself, is nested too deeply, or cannot be pickled.
     """
     try:
-        return to_json(_stand_in(value), path=path, tuples=True)
+        return to_json(_stand_in(value), path=path, exact=True)
     except RecursionError:
         raise UnsupportedError(
             f"{path or 'a value'} contains itself, or is nested too deeply",
@@ -64,28 +76,74 @@ def encode(value: Any, path: str = "") -> Any:
 
 def _stand_in(value: Any) -> Any:
     """The value with stand-ins for types that `to_json` does not support."""
+    if isinstance(value, np.generic):
+        return _numpy_scalar(value)
     if value is None or isinstance(value, bool | int | float | str | bytes | bytearray | complex | slice | Opaque):
         return value
     if isinstance(value, dict) and all(isinstance(k, str | int | float | tuple | bytes | None) for k in value):
         return {k: _stand_in(v) for k, v in value.items()}
     if type(value) is list:
         return [_stand_in(v) for v in value]
-    if type(value) in (tuple, torch.Size) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return tuple(_stand_in(v) for v in value)
+    if type(value) is torch.Size:
+        return Size(value)
+    if isinstance(value, tuple) and (type(value) is tuple or _is_named(type(value))):
+        items = tuple(_stand_in(v) for v in value)
+        return items if type(value) is tuple else NamedFields(_class_name(type(value)), value._fields, items)  # type: ignore[attr-defined]
     if type(value) in (set, frozenset) and all(_is_plain(v) for v in value):
         return value
+    return _object(value)
+
+
+def _object(value: Any) -> Any:
+    """The stand-in of an object of PyTorch or NumPy; a pickle of any other."""
     if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
         dense = value.detach().cpu().contiguous()
-        return NdArray(dtype_name(dense.dtype), tuple(dense.shape), host_memory(dense).tobytes())
+        return SmallTensor(dtype_name(dense.dtype), tuple(dense.shape), host_memory(dense).tobytes())
     if type(value) is io.BytesIO:
         return Stream(value.getvalue())
     if isinstance(value, torch.dtype):
         return Dtype(dtype_name(value))
-    if isinstance(value, np.ndarray) and (value.dtype.kind in "biufc" or value.dtype.name in ITEMSIZE):
-        native = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
-        return NdArray(value.dtype.name, value.shape, native.tobytes())
-    if isinstance(value, np.bool_ | np.integer | np.floating):
-        return value.item()
+    if isinstance(value, torch.device):
+        return Inert("torch.device", (str(value),))
+    if isinstance(value, torch.layout):
+        return Inert("torch.serialization._get_layout", (str(value),))
+    if isinstance(value, np.dtype) and _is_stored(value):
+        return NumpyDtype(_dtype_text(value))
+    if type(value) is np.ndarray and _is_stored(value.dtype):
+        return NdArray(_dtype_text(value.dtype), value.shape, value.tobytes())
+    return _opaque(value)
+
+
+def _numpy_scalar(value: np.generic) -> Any:
+    """A NumPy scalar with its type, if Python has its value."""
+    if value.dtype.name in ITEMSIZE:
+        module = "ml_dtypes" if value.dtype.isbuiltin != 1 else "numpy"
+        return NumpyScalar(f"{module}.{value.dtype.name}", value.item())
+    if type(value) in (np.str_, np.bytes_):
+        return NumpyScalar(f"numpy.{type(value).__name__}", value.item())
+    return _opaque(value)
+
+
+def _is_stored(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of a NumPy dtype have a JSON form: of numbers or text."""
+    return dtype.name in ITEMSIZE or (dtype.kind in "biufcSU" and dtype.itemsize > 0)
+
+
+def _dtype_text(dtype: np.dtype[Any]) -> str:
+    return dtype.name if dtype.name in ITEMSIZE and dtype.isbuiltin == 2 else dtype.str
+
+
+def _is_named(kind: type) -> bool:
+    """Whether a class is that of a named tuple."""
+    fields = getattr(kind, "_fields", None)
+    return isinstance(fields, tuple) and all(isinstance(f, str) for f in fields)
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _opaque(value: Any) -> Opaque:
     try:
         return Opaque(pickle.dumps(value))
     except Exception as error:
@@ -107,14 +165,14 @@ def decode(data: Any, template: Any = None, *, trust: bool = False) -> Any:
 
     Args:
         data: the JSON form.
-        template: determines types that JSON does not record, where it has the same structure.
+        template: determines the types of values that are stored without them, where it has the same structure.
         trust: unpickle opaque parts, which may run code.
 
     Raises:
         UnsafeError: a part is an opaque pickle, and `trust` is false.
         UnsupportedError: a pickle cannot be loaded here.
     """
-    return like(from_json(data, _trusted if trust else _distrusted), template)
+    return like(from_json(data, _MAKERS | {"$opaque": _trusted if trust else _distrusted}), template)
 
 
 def _distrusted(_: bytes) -> Any:
@@ -122,6 +180,17 @@ def _distrusted(_: bytes) -> Any:
         "the value is a pickle, which could run code when it is loaded; trust=True loads it",
         hint="pass trust=True if you trust the author of the checkpoint",
     )
+
+
+def _named(name: str, fields: tuple[str, ...], *items: Any) -> Any:
+    """The named tuple of a class that the program has imported and whose fields are the same; else a tuple."""
+    for module in (name[:i] for i, c in enumerate(name) if c == "."):
+        kind: Any = sys.modules.get(module)
+        for part in name[len(module) + 1 :].split("."):
+            kind = vars(kind).get(part) if hasattr(kind, "__dict__") else None
+        if isinstance(kind, type) and issubclass(kind, tuple) and getattr(kind, "_fields", None) == fields:
+            return tuple.__new__(kind, items)
+    return items
 
 
 def _trusted(data: bytes) -> Any:
@@ -139,17 +208,18 @@ def like(value: Any, template: Any) -> Any:
 
     Args:
         value: the value.
-        template: of the same structure; where it is not, types stay, and arrays become tensors.
+        template: of the same structure; where it is not, types stay.
     """
     if isinstance(value, dict):
         return _mapping_like(value, template if isinstance(template, dict) else {})
     if isinstance(value, list | tuple):
         return _sequence_like(value, template if isinstance(template, list | tuple) else [])
     if isinstance(value, np.ndarray):
-        return _array_like(value, template) if isinstance(template, np.ndarray) else tensor_of(value)
+        return tensor_of(value) if isinstance(template, torch.Tensor) and value.dtype.name in ITEMSIZE else value
+    if type(value) is torch.Tensor and isinstance(template, np.ndarray):
+        return _array_like(array_of(value), template)
     if isinstance(template, torch.dtype) and isinstance(value, str):
-        found = getattr(torch, value, None)
-        return found if isinstance(found, torch.dtype) else value
+        return _torch_dtype(value)
     if isinstance(value, set) and isinstance(template, frozenset):
         return frozenset(value)
     if isinstance(value, bytes) and isinstance(template, bytearray):
@@ -157,6 +227,26 @@ def like(value: Any, template: Any) -> Any:
     if isinstance(template, np.generic) and isinstance(value, bool | int | float):
         return template.dtype.type(value)
     return value
+
+
+def _torch_dtype(name: str) -> Any:
+    """The dtype of a name; the name, if this version of PyTorch does not have it."""
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else name
+
+
+def _device(*args: Any) -> torch.device:
+    try:
+        return torch.device(*args)
+    except (RuntimeError, TypeError) as error:
+        raise IntegrityError(f"the checkpoint has an invalid device: {error}") from error
+
+
+def _layout(name: str) -> torch.layout:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise IntegrityError(f"the checkpoint has an unknown layout: {name!r}")
+    return found
 
 
 def _mapping_like(value: dict[Any, Any], template: dict[Any, Any]) -> dict[Any, Any]:
@@ -177,6 +267,8 @@ def _sequence_like(
     items = [like(v, t) for v, t in zip(value, padded, strict=False)]
     if isinstance(template, list) and isinstance(value, list):
         return items
+    if type(value) not in (list, tuple):  # stored with its type
+        return value if isinstance(value, torch.Size) else tuple.__new__(type(value), items)  # type: ignore[type-var]
     if hasattr(template, "_fields") and len(items) == len(template):
         return type(template)(*items)
     return torch.Size(items) if isinstance(template, torch.Size) else tuple(items)
@@ -198,6 +290,27 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
     out = torch.empty(array.shape, dtype=getattr(torch, name))
     host_memory(out)[...] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
     return out
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return an array with a copy of a tensor's elements.
+
+    Args:
+        tensor: on the host, contiguous.
+    """
+    data = np.frombuffer(host_memory(tensor).tobytes(), numpy_dtype(dtype_name(tensor.dtype)))
+    return data.reshape(tuple(tensor.shape))
+
+
+#: Makes the values of PyTorch's types, and of the program's.
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "$tensor": tensor_of,
+    "$dtype": _torch_dtype,
+    "$fields": _named,
+    "torch.Size": torch.Size,
+    "torch.device": _device,
+    "torch.serialization._get_layout": _layout,
+}
 
 
 def unfit(value: Any, current: Any, *, cast: bool) -> tuple[list[str], list[str]]:
