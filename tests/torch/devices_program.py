@@ -27,7 +27,7 @@ from ucformat.torch.loading import read as reading
 from ucformat.torch.loading import share
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.saving.staging import HostBuffer, room_for, stage
-from ucformat.torch.state import memory
+from ucformat.torch.state import memory, subclasses
 from ucformat.torch.state.elements import map_shared
 from ucformat.torch.state.local import local_of, local_state
 
@@ -166,6 +166,8 @@ def install() -> None:
         return empty(*size, **options)
 
     torch.empty = empty_pinned
+    refused = subclasses.why_refused
+    subclasses.why_refused = lambda tensor: None if isinstance(tensor, OnDevice) else refused(tensor)
 
 
 PINNED_ON: list[int] = []

@@ -20,11 +20,13 @@ from ucformat.errors import PermissionDenied, UnsupportedError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted, key_of_dotted
+from ucformat.sources.values import from_json
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.loading.values import ABSENT, SavedState, value_at
 from ucformat.torch.state.collect import are_names, is_group
 from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.objects import decode, tensor_of, unfit
+from ucformat.torch.state.subclasses import RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import GroupDoc
     from ucformat.sources.dcp.names import Path
 
-__all__ = ["Entries", "Hyperparameter", "PlainValue", "SplitValue", "StoredWeight", "fit_values"]
+__all__ = ["Entries", "Hyperparameter", "PlainValue", "SplitValue", "StoredWeight", "StoredWrapper", "fit_values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,13 @@ class SplitValue:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredWrapper:
+    """A wrapper subclass, whose inner tensors are stored."""
+
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Hyperparameter:
     """A hyper-parameter of an optimizer group, or without `name` all groups of the optimizer at `root`.
 
@@ -65,6 +74,9 @@ class Hyperparameter:
     root: str
     which: int | str = 0
     name: str = ""
+
+
+Entry = StoredWeight | StoredWrapper | PlainValue | SplitValue | Hyperparameter
 
 
 class Entries(Mapping[str, Any]):
@@ -85,9 +97,9 @@ class Entries(Mapping[str, Any]):
         self.ck, self.names = ck, names
         self.recorded = SavedState(ck, names)
         self.states = {name: tuple(ck.states(stored)) for name, stored in names.items()}
-        self._found: dict[str, StoredWeight | PlainValue | SplitValue | Hyperparameter | None] = {}
+        self._found: dict[str, Entry | None] = {}
 
-    def find(self, fqn: str) -> StoredWeight | PlainValue | SplitValue | Hyperparameter | None:
+    def find(self, fqn: str) -> Entry | None:
         """Resolve an entry.
 
         Args:
@@ -100,13 +112,16 @@ class Entries(Mapping[str, Any]):
             self._found[fqn] = self._find(fqn)
         return self._found[fqn]
 
-    def _find(self, fqn: str) -> StoredWeight | PlainValue | SplitValue | Hyperparameter | None:
+    def _find(self, fqn: str) -> Entry | None:
         if fqn in self.recorded.tensors:
             return StoredWeight(self.recorded.tensors[fqn])
         option = self._option(fqn)
         if option is not None and option.root in self.recorded.optimizers:
             known = isinstance(option.which, int) or self.recorded.find_group(option.root)(option.which)
             return option if known else None
+        record = value_at(self.ck.objects, f"{fqn}.{RECORD}")
+        if isinstance(record, dict):
+            return StoredWrapper(from_json(record))
         data = value_at(self.ck.objects, fqn)
         held = self.recorded.holds_tensors(fqn)
         if data is not ABSENT and self.recorded.tensors and not held:
@@ -150,15 +165,15 @@ class Entries(Mapping[str, Any]):
         found = self.find(fqn)
         if found is None:
             raise KeyError(fqn)
+        if isinstance(found, StoredWrapper):
+            return _metadata(found.record["shape"], getattr(torch, found.record["dtype"]))
         return self._tensor(found.key) if isinstance(found, StoredWeight) else BytesStorageMetadata()
 
     def _tensor(self, key: Key) -> TensorStorageMetadata:
         """The metadata of a tensor, as one chunk, however it is stored; DCP requests the box that a rank holds."""
         stored, shape = self.names[key.name], torch.Size(self.shape(key) or ())
         state = "master" if key.state == "weight" and "weight" not in self.states[key.name] else key.state
-        dtype = torch_dtype(self.ck.tensors[Key(stored, state)].dtype)
-        whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-        return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [whole])
+        return _metadata(shape, torch_dtype(self.ck.tensors[Key(stored, state)].dtype))
 
     @cached_property
     def paths(self) -> Mapping[str, Path]:
@@ -193,6 +208,13 @@ class Entries(Mapping[str, Any]):
 
 
 _PARAMETER = ("weight", "master")
+
+
+def _metadata(shape: Sequence[int], dtype: torch.dtype) -> TensorStorageMetadata:
+    """The metadata of a tensor that is stored as one chunk."""
+    size = torch.Size(shape)
+    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])
 
 
 _log = logging.getLogger("ucformat")

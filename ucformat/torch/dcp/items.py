@@ -21,11 +21,12 @@ from ucformat.sources.dcp.names import GROUPS, Path, dotted
 from ucformat.sources.pickle.stand_ins import opaque_file
 from ucformat.sources.values import json_key, packed
 from ucformat.torch.comm.wire import message
-from ucformat.torch.state.collect import collect
+from ucformat.torch.state.collect import collect, inner_key, replace_wrappers
 from ucformat.torch.state.elements import host_memory
-from ucformat.torch.state.local import groups_of, local_of, mesh_of, paths_of, places_of, tied_names
+from ucformat.torch.state.local import groups_of, local_of, mesh_of, paths_of, places_of, records_of, tied_names
 from ucformat.torch.state.memory import copied_to_host
 from ucformat.torch.state.objects import PerRank, encode
+from ucformat.torch.state.subclasses import memory_of, take_apart, why_refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import Place
     from ucformat.torch.state.elements import Memory
     from ucformat.torch.state.local import LocalShard
+    from ucformat.torch.state.subclasses import Taken
 
 __all__ = ["LocalItems", "PlainValues", "RankItems", "collect_items", "join_values", "local_items"]
 
@@ -104,8 +106,8 @@ def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> Ra
     mappings = plan.planner_data if isinstance(plan.planner_data, dict) else getattr(planner, "mappings", {})
     state = _State(planner, mappings, local)
     aliases = state.aliases()
-    tensors, memories = _tensors(plan, planner, state.keys, aliases)
-    values: dict[Path, Any] = {}
+    tensors, memories = _tensors(plan, planner, state, aliases)
+    values: dict[Path, Any] = {p: encode(record, dotted(p)) for p, record in records_of(state.found).items()}
     for item in plan.items:
         path = state.path(item.index)
         if item.type == _BYTES and not state.is_option(path):
@@ -158,7 +160,7 @@ class _State:
         nested: dict[str, Any] = {}
         for index in local.tensors:
             path = self.path(index)
-            stand_in = torch.empty(local.shapes[index.fqn], device="meta")
+            stand_in = torch.empty(()).expand(local.shapes[index.fqn])
             set_element(nested, path, self.look_up(index) if _below_groups(path) else stand_in)
         for index in local.values:
             path = self.path(index)
@@ -167,6 +169,9 @@ class _State:
         by_path = self.found.keys
         #: Name and state of each tensor, except hyper-parameters.
         self.keys = {i.fqn: by_path[p] for i in local.tensors if (p := self.path(i)) in by_path}
+        #: The wrappers among them.
+        self.taken = {i.fqn: t for i in local.tensors if i.fqn in self.keys and (t := self._taken(i)) is not None}
+        replace_wrappers(self.found, {self.path(i): self.taken[i.fqn] for i in local.tensors if i.fqn in self.taken})
 
     def path(self, index: MetadataIndex) -> Path:
         """The path of an entry in the program's state."""
@@ -179,6 +184,12 @@ class _State:
         data = self.planner.resolve_data(WriteItem(index, kind))
         return _encoded(data.getvalue()) if isinstance(data, io.BytesIO) else data
 
+    def _taken(self, index: MetadataIndex) -> Taken | None:
+        """A tensor of this rank taken apart, if it is a wrapper, or a DTensor of one."""
+        if why_refused(self.look_up(index)) is None:
+            return None
+        return take_apart(index.fqn, getattr(self.planner, "state_dict", {}).get(index.fqn, self.look_up(index)))
+
     def is_option(self, path: Path) -> bool:
         """Whether an entry is part of an optimizer group."""
         return any(path[:i] in self.found.group_entries for i in range(1, len(path) + 1))
@@ -186,10 +197,17 @@ class _State:
     def aliases(self) -> dict[str, str]:
         """The first name of tied weights of this rank, by each further name."""
         keys = ((i, self.keys.get(i.fqn)) for i in self.local.tensors)
-        weights = ((i, k.name, self.look_up(i)) for i, k in keys if k is not None and k.state == "weight")
+        weights = [
+            (index.offset, inner_key(key, names).name, memory_of(tensor))
+            for index, key in keys
+            if key is not None and key.state == "weight"
+            for names, tensor in (
+                self.taken[index.fqn].tensors if index.fqn in self.taken else {(): self.look_up(index)}
+            ).items()
+        ]
         return tied_names(
-            (name, tensor, (tensor.shape, index.offset))
-            for index, name, tensor in weights
+            (name, tensor, (tensor.shape, offset))
+            for offset, name, tensor in weights
             if isinstance(tensor, torch.Tensor) and tensor.numel()
         )
 
@@ -204,15 +222,23 @@ def _below_groups(path: Path) -> bool:
 
 
 def _tensors(
-    plan: SavePlan, planner: SavePlanner, keys: Mapping[str, Key], aliases: Mapping[str, str]
+    plan: SavePlan, planner: SavePlanner, state: _State, aliases: Mapping[str, str]
 ) -> tuple[tuple[tuple[TensorInfo, tuple[Piece, ...]], ...], tuple[Memory, ...]]:
     """The tensors that this rank writes, each once, and their host memory."""
     shards: dict[str, list[LocalShard]] = {}
     for item in plan.items:
-        key = keys.get(item.index.fqn)
-        if key is not None and not (key.state == "weight" and key.name in aliases):
-            named = Key(aliases.get(key.name, key.name), key.state)
-            shards.setdefault(item.index.fqn, []).append(_shard(item, planner, named))
+        fqn = item.index.fqn
+        key = state.keys.get(fqn)
+        if key is None:
+            continue
+        inner = state.taken[fqn].tensors if fqn in state.taken else {(): None}
+        for names, tensor in inner.items():
+            name, kind = inner_key(key, names)
+            if kind == "weight" and name in aliases:
+                continue
+            named = Key(aliases.get(name, name), kind)
+            shard = _shard(item, planner, named) if tensor is None else local_of(*named, tensor)
+            shards.setdefault(".".join((fqn, *names)), []).append(shard)
     tensors: list[tuple[TensorInfo, tuple[Piece, ...]]] = []
     memories: list[Memory] = []
     by_key: dict[Key, str] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,20 +18,22 @@ from torch.futures import Future
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import StateMismatch, UsageError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Piece, TensorInfo
+from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.sources.dcp.metadata import TransformedItems
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.watched import check_unchanged
-from ucformat.torch.dcp.entries import Entries, StoredWeight, fit_values
+from ucformat.torch.dcp.entries import Entries, StoredWeight, StoredWrapper, fit_values
 from ucformat.torch.loading.match import Problems, match, raise_for, stored_names
 from ucformat.torch.loading.read import read
-from ucformat.torch.state.local import LocalShard, without_ties
+from ucformat.torch.state.local import LocalShard, local_of, without_ties
 from ucformat.torch.state.memory import dtype_name
+from ucformat.torch.state.subclasses import check_live, take_apart
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from os import PathLike
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -185,15 +188,23 @@ class Reader(StorageReader):
         entries = self._entries
         if entries is None:
             raise UsageError("the checkpoint is not open", hint="call read_metadata() before read_data()")
-        wanted = [(i, planner.resolve_tensor(i)) for i in plan.items if i.type != LoadItemType.BYTE_IO]
-        aliases, targets = without_ties([_target(entries, i, t.detach()) for i, t in wanted])
+        items = [i for i in plan.items if i.type != LoadItemType.BYTE_IO]
+        wrapped = [isinstance(entries.find(i.storage_index.fqn), StoredWrapper) for i in items]
+        wanted = [
+            (i, _live(planner, i) if w else planner.resolve_tensor(i)) for i, w in zip(items, wrapped, strict=True)
+        ]
+        plain = [_target(entries, i, t.detach()) for (i, t), w in zip(wanted, wrapped, strict=True) if not w]
+        inner, wrapper_problems = _wrapper_targets(entries, compress(wanted, wrapped))
+        aliases, targets = without_ties([*plain, *inner])
         matched, tensor_problems, _ = match(targets, aliases, entries.ck, entries.names, cast=self._cast)
         held = getattr(planner, "state_dict", {})
         current = {k: None if isinstance(v, BytesStorageMetadata) else v for k, v in held.items()}
         fqns = [i.dest_index.fqn for i in plan.items if i.type == LoadItemType.BYTE_IO]
         values, value_problems = fit_values(entries, fqns, current, trust=self._trust, cast=self._cast)
         _raise_for(
-            tensor_problems | value_problems, entries.ck.url, partial=getattr(planner, "allow_partial_load", False)
+            wrapper_problems | tensor_problems | value_problems,
+            entries.ck.url,
+            partial=getattr(planner, "allow_partial_load", False),
         )
         with consistent():
             self.nbytes, self.bytes_unverified = read(entries.ck, matched, self._verify, self._threads)
@@ -234,6 +245,35 @@ def _target(entries: Entries, item: ReadItem, tensor: torch.Tensor) -> LocalShar
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))
     strides = tuple(tensor.stride()) if tensor.device.type == "cpu" else row_major(tuple(tensor.shape))
     return LocalShard(info, (Piece(box, 0, strides),) if box.size else (), tensor)
+
+
+def _live(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
+    """The program's own tensor for an item: a planner may give a part of it, or a detached one."""
+    fqn = item.dest_index.fqn
+    state = getattr(planner, "state_dict", {})
+    return state[fqn] if fqn in state else planner.resolve_tensor(item)
+
+
+def _wrapper_targets(
+    entries: Entries, wrappers: Iterable[tuple[ReadItem, torch.Tensor]]
+) -> tuple[list[LocalShard], Problems]:
+    """The targets of wrappers: what is inside; and those of which the checkpoint has something else."""
+    out: list[LocalShard] = []
+    others: list[str] = []
+    for item, tensor in wrappers:
+        fqn = item.storage_index.fqn
+        taken = take_apart(fqn, tensor)
+        if taken is None:
+            others.append(f"{fqn} is a plain tensor, in the checkpoint it is a wrapper")
+            continue
+        check_live(fqn, tensor, taken)
+        keys = {n: entries.recorded.tensors.get(".".join((fqn, *n)), Key(fqn, "")) for n in taken.tensors}
+        wrong = entries.recorded.other_wrapper((fqn,), keys, taken)
+        if wrong is not None:
+            others.append(f"{fqn} {wrong}")
+            continue
+        out += [replace(local_of(*keys[names], inner), wrapper=fqn) for names, inner in taken.tensors.items()]
+    return out, Problems(others=tuple(others))
 
 
 def _saved(value: Any) -> io.BytesIO:

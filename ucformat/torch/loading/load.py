@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, TensorNotFound, UsageError
@@ -38,10 +39,11 @@ from ucformat.torch.loading.match import (
 from ucformat.torch.loading.read import ReadAmount, read
 from ucformat.torch.loading.share import AnotherRankFailed, read_shared
 from ucformat.torch.loading.together import open_together
-from ucformat.torch.loading.values import SavedState, fit_groups, fit_objects, take_values
+from ucformat.torch.loading.values import SavedState, fit_groups, fit_objects, fit_wrappers, take_values
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.local import LocalShard, locals_of, mesh_of, without_ties
 from ucformat.torch.state.memory import check_fillable, dtype_name, torch_dtype
+from ucformat.torch.state.subclasses import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -145,11 +147,13 @@ def load(
         ck = open_together(url, ranks)
         with ranks.sharing_errors():
             found = collect(state)
-            for path, tensor in found.tensors.items():
-                check_fillable(str(found.keys[path]), tensor)
             names = stored_names(ck, rename)
             recorded = SavedState(ck, names)
             found.keys |= {p: key for p in found.tensors if (key := recorded.tensors.get(dotted(p))) is not None}
+            wrappers = fit_wrappers(found, recorded)
+            for path, tensor in found.tensors.items():
+                if not isinstance(tensor, ShardedTensor):
+                    check_fillable(str(found.keys[path]), memory_of(tensor))
             take_values(found, recorded)
             aliases, targets = without_ties(locals_of(found))
             objects, put_objects = fit_objects(found, recorded, ranks, trust=trust, cast=cast)
@@ -173,9 +177,9 @@ def load(
             group=ranks,
             broadcast_group=broadcast_group,
             progress=progress,
-            problems=objects | groups,
+            problems=wrappers | objects | groups,
             then=put,
-            layout=mesh_of(list(found.tensors.values())),
+            layout=mesh_of(found.tensors.values()),
             stateful=len(groups.missing) < sum(map(len, found.groups.values())),
         )
 

@@ -19,8 +19,10 @@ from ucformat.storage.cache.scope import consistent
 from ucformat.storage.watched import check_unchanged
 from ucformat.torch.loading.match import PARAMETER, match, raise_for, stored_names, weight_of
 from ucformat.torch.loading.read import read
+from ucformat.torch.loading.values import SavedState
 from ucformat.torch.state.local import local_of, tied_names
 from ucformat.torch.state.memory import torch_dtype
+from ucformat.torch.state.subclasses import check_live, is_subclass, memory_of, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -31,8 +33,11 @@ if TYPE_CHECKING:
     from ucformat.reading.plan import Verify
     from ucformat.torch.loading.match import Rename
     from ucformat.torch.state.local import LocalShard
+    from ucformat.torch.state.subclasses import Taken
 
 __all__ = ["LoadedKeys", "load_into"]
+
+_Holder = tuple[dict[str, torch.Tensor | None], str]
 
 
 class LoadedKeys(NamedTuple):
@@ -109,7 +114,11 @@ def load_into(
     labels = {*problems.missing}
     missing = [n for w in fitting if str(w.target.key) in labels and w.slot.name not in found for n in w.slot.names]
     problems = replace(
-        problems, missing=tuple(missing), unexpected=tuple(unexpected), shapes=(*shapes, *problems.shapes)
+        problems,
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        shapes=(*shapes, *problems.shapes),
+        others=(*problems.others, *_other_wrappers(slots, names, ck)),
     )
     raise_for(problems if strict else replace(problems, missing=(), unexpected=()), True, ck.url)
     with torch.no_grad(), consistent():
@@ -128,11 +137,15 @@ def load_into(
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A parameter or buffer: its names, the tied ones included, and the modules that have it, with their attributes."""
+    """A parameter or buffer: its names, the tied ones included, and the modules that have it, with their attributes.
+
+    Of one that is a wrapper, each tensor inside is a slot.
+    """
 
     tensor: torch.Tensor
     names: tuple[str, ...]
-    holders: tuple[tuple[dict[str, torch.Tensor | None], str], ...]
+    holders: tuple[_Holder, ...]
+    wrapper: _Wrapper | None = None
 
     @property
     def name(self) -> str:
@@ -145,22 +158,64 @@ def _slots(model: torch.nn.Module) -> list[_Slot]:
     tie = getattr(model, "tie_weights", None)
     if callable(tie) and any(p.is_meta for p in model.parameters()):
         tie()  # accelerate's init_empty_weights makes separate parameters of tied ones
-    entries: list[tuple[str, torch.Tensor, tuple[dict[str, torch.Tensor | None], str]]] = []
+    entries: list[_Entry] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         below = f"{prefix}." if prefix else ""
         stored = set(module._buffers) - module._non_persistent_buffers_set  # noqa: SLF001 - as Module.state_dict does
         for held in (module._parameters, module._buffers):  # noqa: SLF001
             for attribute, tensor in held.items():
                 if tensor is not None and (held is module._parameters or attribute in stored):  # noqa: SLF001
-                    entries.append((f"{below}{attribute}", tensor, (held, attribute)))
-    memory = ((n, t.to_local() if isinstance(t, DTensor) else t, t.shape) for n, t, _ in entries if not t.is_meta)
-    same = tied_names((n, t, (shape,)) for n, t, shape in memory if t.numel())
+                    entries += _entries(f"{below}{attribute}", tensor, (held, attribute))
+    memory = ((e.name, memory_of(e.tensor), e.tensor.shape) for e in entries)
+    same = tied_names((n, t, (shape,)) for n, t, shape in memory if not t.is_meta and t.numel())
     first: dict[int, str] = {}
-    groups: dict[str, list[tuple[str, torch.Tensor, tuple[dict[str, torch.Tensor | None], str]]]] = {}
+    groups: dict[str, list[_Entry]] = {}
     for entry in entries:
-        name = first.setdefault(id(entry[1]), same.get(entry[0], entry[0]))
+        name = first.setdefault(id(entry.tensor), same.get(entry.name, entry.name))
         groups.setdefault(name, []).append(entry)
-    return [_Slot(g[0][1], tuple(n for n, _, _ in g), tuple(h for _, _, h in g)) for g in groups.values()]
+    return [
+        _Slot(g[0].tensor, tuple(e.name for e in g), tuple(e.holder for e in g), g[0].wrapper) for g in groups.values()
+    ]
+
+
+class _Wrapper(NamedTuple):
+    """A wrapper of a module, and what is inside."""
+
+    name: str
+    tensor: torch.Tensor
+    taken: Taken
+
+
+class _Entry(NamedTuple):
+    """A parameter or buffer, or a tensor inside one that is a wrapper, and the module that has it."""
+
+    name: str
+    tensor: torch.Tensor
+    holder: _Holder
+    wrapper: _Wrapper | None = None
+
+
+def _entries(name: str, tensor: torch.Tensor, holder: _Holder) -> list[_Entry]:
+    """What is filled of a parameter or buffer: the tensor, or of a wrapper what is inside."""
+    local = memory_of(tensor)
+    taken = take_apart(name, tensor) if not local.is_meta or is_subclass(local) else None
+    if taken is None:
+        return [_Entry(name, tensor, holder)]
+    check_live(name, tensor, taken)
+    wrapper = _Wrapper(name, tensor, taken)
+    return [_Entry(".".join((name, *names)), inner, holder, wrapper) for names, inner in taken.tensors.items()]
+
+
+def _other_wrappers(slots: Iterable[_Slot], names: Mapping[str, str], ck: Checkpoint) -> Iterator[str]:
+    """The wrappers of a module that are not those of the checkpoint."""
+    wrappers = {s.wrapper.name: s.wrapper for s in slots if s.wrapper is not None}
+    recorded = SavedState(ck, names) if wrappers else None
+    for name, wrapper in wrappers.items():
+        keys = {inside: Key(".".join((name, *inside)), "weight") for inside in wrapper.taken.tensors}
+        assert recorded is not None  # noqa: S101 - there are wrappers
+        wrong = recorded.other_wrapper((name,), keys, wrapper.taken)
+        if wrong is not None:
+            yield f"{name} {wrong}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +251,10 @@ def _wanted(
     device: torch.device,
 ) -> _Wanted:
     old = slot.tensor
+    if slot.wrapper is not None:
+        target = replace(local_of(slot.name, "weight", old), wrapper=slot.wrapper.name)
+        problem = None if parts is None else f"{slot.name} is inside a wrapper, of which a layout holds no part"
+        return _Wanted(slot, target, old, problem)
     stored = next((found for n in slot.names if n in names and (found := weight_of(names[n], ck)) is not None), None)
     as_ = old.dtype
     if dtype == "checkpoint":

@@ -170,10 +170,11 @@ def match(
         wanted |= {Key(stored.name, s) for s in PARAMETER} if info.state in PARAMETER else {stored.key}
         if stored.shape != info.shape:
             shapes.append(f"{info.key} is {list(info.shape)}, in the checkpoint {list(stored.shape)}")
-        elif stored.dtype != info.dtype and not cast:
+        elif stored.dtype != info.dtype and not (cast and not target.wrapper):
             dtypes.append(f"{info.key} is {info.dtype}, in the checkpoint {stored.dtype} ({stored.state})")
         else:
             found.append(Matched(target, stored))
+    found = _whole_wrappers(found, targets)
     for alias, name in aliases.items():
         mine, first = names.get(alias), names.get(name)
         if mine is not None and first is not None and mine != first:
@@ -184,6 +185,13 @@ def match(
             wanted |= {Key(mine, s) for s in PARAMETER}
     problems = Problems(tuple(missing), (), tuple(shapes), tuple(dtypes), tuple(others))
     return found, problems, _unexpected(wanted, {t.info.state for t in targets}, ck)
+
+
+def _whole_wrappers(found: list[Matched], targets: Sequence[LocalShard]) -> list[Matched]:
+    """The matches without those inside a wrapper of which another tensor has none."""
+    fitting = {id(m.target) for m in found}
+    partial = {t.wrapper for t in targets if t.wrapper and id(t) not in fitting}
+    return [m for m in found if m.target.wrapper not in partial] if partial else found
 
 
 def weight_of(name: str, ck: Checkpoint) -> TensorInfo | None:

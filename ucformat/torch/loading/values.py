@@ -8,26 +8,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucformat.errors import PermissionDenied, UnsupportedError, UsageError
+from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import from_json, is_flattened, is_special, json_key
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.state.collect import ValueSlot
 from ucformat.torch.state.objects import Rng, decode, encode, unfit
+from ucformat.torch.state.subclasses import RECORD, check_live
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.geometry.tensor import Key
     from ucformat.reading.readable import Place
     from ucformat.schema.manifest import GroupDoc
     from ucformat.sources.dcp.names import Path
     from ucformat.torch.comm.group import Group as Ranks
     from ucformat.torch.state.collect import CollectedState, OptimizerGroup
     from ucformat.torch.state.objects import PerRank
+    from ucformat.torch.state.subclasses import Taken
 
-__all__ = ["ABSENT", "SavedState", "find_object", "fit_groups", "fit_objects", "take_values", "value_at"]
+__all__ = [
+    "ABSENT",
+    "SavedState",
+    "find_object",
+    "fit_groups",
+    "fit_objects",
+    "fit_wrappers",
+    "take_values",
+    "value_at",
+]
 
 ABSENT = object()
 
@@ -101,6 +112,33 @@ class SavedState:
                 return found
         return ABSENT
 
+    def other_wrapper(self, path: Path, keys: Mapping[tuple[str, ...], Key], taken: Taken) -> str | None:
+        """Say how a wrapper of the state differs from the one that was saved; None if it does not.
+
+        Args:
+            path: of the wrapper in the state.
+            keys: the name and state of each of its tensors, by the names inside it.
+            taken: the wrapper.
+        """
+        places = [path]
+        for names, key in keys.items():
+            stored = Key(self.names.get(key.name, key.name), key.state)
+            mine = self.ck.metadata.paths.get(stored, ())
+            places += [p[: len(p) - len(names)] for p in mine if p[len(p) - len(names) :] == names]
+            break
+        for names, record in taken.records.items():
+            found = (find_object(self.ck.objects, (*place, *names, RECORD)) for place in places)
+            data = next((d for d in found if d is not ABSENT), ABSENT)
+            inside = f"its {'.'.join(names)} " if names else ""
+            if data is ABSENT:
+                return f"{inside}is a {record['class']}, in the checkpoint it is not"
+            saved = from_json(data)
+            if saved != record or repr(saved) != repr(dict(record)):
+                parts = [k for k in record if not isinstance(saved, dict) or saved.get(k) != record[k]] or ["context"]
+                here, there = ([_shown(r, part) for part in parts] for r in (record, saved))
+                return f"{inside}is a wrapper with {', '.join(here)}, in the checkpoint with {', '.join(there)}"
+        return None
+
     def holds_tensors(self, text: str) -> bool:
         """Check whether tensors were stored separately from the value that contained them.
 
@@ -122,6 +160,10 @@ class SavedState:
                     yield (*place.path, GROUPS, number, *path)
         lists = {dotted(p[:i]) for p in self.paths.values() for i, part in enumerate(p) if type(part) is int}
         yield from _leaves(self.ck.objects, (), lists)
+
+
+def _shown(record: Any, part: str) -> str:
+    return f"{part} {record.get(part) if isinstance(record, Mapping) else record}"
 
 
 def find_object(objects: Mapping[str, Any], path: Path) -> Any:
@@ -291,6 +333,28 @@ def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
     )
 
 
+def fit_wrappers(found: CollectedState, recorded: SavedState) -> Problems:
+    """Match the wrappers of a state with those that were saved, and leave out those that do not fit.
+
+    Args:
+        found: the state, which is changed.
+        recorded: the state that was saved.
+
+    Raises:
+        UsageError: a wrapper cannot be filled.
+    """
+    problems: list[str] = []
+    for path, (tensor, taken) in found.wrappers.items():
+        check_live(dotted(path), tensor, taken)
+        keys = {names: found.keys[*path, *names] for names in taken.tensors}
+        wrong = recorded.other_wrapper(path, keys, taken)
+        if wrong is not None:
+            problems.append(f"{dotted(path)} {wrong}")
+            for names in taken.tensors:
+                del found.tensors[*path, *names], found.keys[*path, *names]
+    return Problems(others=tuple(problems))
+
+
 def take_values(found: CollectedState, recorded: SavedState) -> None:
     """Treat tensors that the checkpoint stores inside a value, as DCP does in tuples, as plain values of the state.
 
@@ -300,6 +364,8 @@ def take_values(found: CollectedState, recorded: SavedState) -> None:
     """
     for path, tensor in list(found.tensors.items()):
         if dotted(path) in recorded.tensors or found.keys[path].name in recorded.names:
+            continue
+        if path in found.wrapper_of:
             continue
         data = recorded.value(path)
         if type(tensor) is torch.Tensor and isinstance(data, dict) and set(data) == {"$tensor"}:

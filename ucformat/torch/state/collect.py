@@ -18,19 +18,30 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ucformat.errors import UnsupportedError, UsageError
+from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted, name_state, optimizer_roots, split_option
 from ucformat.torch.state.objects import PerRank, Rng, encode
+from ucformat.torch.state.subclasses import RECORD, own_memory, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
-    from ucformat.geometry.tensor import Key
     from ucformat.sources.dcp.names import Path
+    from ucformat.torch.state.subclasses import Taken
 
     Modules = list[tuple[Path, torch.nn.Module]]
 
-__all__ = ["CollectedState", "OptimizerGroup", "ValueSlot", "are_names", "collect", "is_group"]
+__all__ = [
+    "CollectedState",
+    "OptimizerGroup",
+    "ValueSlot",
+    "are_names",
+    "collect",
+    "inner_key",
+    "is_group",
+    "replace_wrappers",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +77,15 @@ class OptimizerGroup:
 
 @dataclass(slots=True)
 class CollectedState:
-    """The parts of a state, by path; the functions `finish` are called when all of them are loaded."""
+    """The parts of a state, by path; the functions `finish` are called when all of them are loaded.
+
+    Instead of a wrapper, `tensors` has its inner tensors (`InnerTensor` if a DTensor shards the wrapper), and
+    `wrapper_of` the path of the wrapper of each.
+    """
 
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
+    wrappers: dict[Path, tuple[torch.Tensor, Taken]] = field(default_factory=dict)
+    wrapper_of: dict[Path, Path] = field(default_factory=dict)
     leaves: dict[Path, ValueSlot] = field(default_factory=dict)
     ranks: dict[Path, tuple[PerRank, ValueSlot]] = field(default_factory=dict)
     groups: dict[Path, list[OptimizerGroup]] = field(default_factory=dict)
@@ -95,7 +112,7 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
         raise UsageError(f"a training state is a mapping, not a {type(state).__name__}", hint='{"model": model, …}')
     found = CollectedState()
     _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
-    _check_names(found)
+    taken = {p: t for p, value in found.tensors.items() if (t := _taken(p, value)) is not None}
     naming = name_state(
         {p: tuple(t.size()) for p, t in found.tensors.items()},
         optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups),
@@ -103,13 +120,48 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
         {root: [name for g in groups for name in g.params] for root, groups in found.groups.items()},
     )
     found.keys, found.prefixes = naming.keys, naming.prefixes
+    replace_wrappers(found, taken)
     return found
+
+
+def _taken(path: Path, tensor: Any) -> Taken | None:
+    """A wrapper taken apart; None if it is plain; UsageError if it can be neither saved nor filled."""
+    if isinstance(tensor, ShardedTensor):
+        for shard in tensor.local_shards():
+            own_memory(dotted(path), shard.tensor)
+        return None
+    return take_apart(dotted(path), tensor)
+
+
+def replace_wrappers(found: CollectedState, taken: Mapping[Path, Taken]) -> None:
+    """Put the inner tensors of wrappers in their places; UsageError if two entries of the state have one name then."""
+    tensors, keys = dict(found.tensors), dict(found.keys)
+    found.tensors, found.keys = {}, {}
+    for path, tensor in tensors.items():
+        if path not in taken:
+            found.tensors[path], found.keys[path] = tensor, keys[path]
+            continue
+        if taken[path].records:
+            found.wrappers[path] = (tensor, taken[path])
+        for names, inner in taken[path].tensors.items():
+            found.tensors[*path, *names], found.keys[*path, *names] = inner, inner_key(keys[path], names)
+            if names:
+                found.wrapper_of[*path, *names] = path
+    _check_names(found)
+
+
+def inner_key(key: Key, names: tuple[str, ...]) -> Key:
+    """Return the name and state of an inner tensor, of those of its wrapper."""
+    if key.state == "weight":
+        return Key(".".join((key.name, *names)), key.state)
+    return Key(key.name, ".".join((key.state, *names)))
 
 
 def _check_names(found: CollectedState) -> None:
     """UsageError if two entries have the same dotted path."""
     seen: dict[str, Path] = {}
-    for path in (*found.tensors, *found.leaves, *found.ranks):
+    records = [(*path, *names, RECORD) for path, (_, taken) in found.wrappers.items() for names in taken.records]
+    for path in (*found.tensors, *records, *found.leaves, *found.ranks):
         if seen.setdefault(name := dotted(path), path) is not path:
             raise UsageError(
                 f"two entries of the state are named {name}: {list(seen[name])} and {list(path)}",
@@ -279,6 +331,9 @@ def _leaf(value: Any, put: Any) -> ValueSlot:
     """The slot of a per-rank value."""
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return ValueSlot(value.state_dict(), value.load_state_dict)
+
+    if isinstance(value, torch.Tensor):
+        own_memory("a per-rank value", value)
 
     def set_value(new: Any) -> None:
         if isinstance(value, torch.Tensor):

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ucformat.errors import LayoutError, UsageError
 from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.box import row_major
-from ucformat.geometry.local import Dim, pieces_of
+from ucformat.geometry.local import Dim, Run, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import Place
 from ucformat.sources.dcp.names import dotted
@@ -23,9 +23,11 @@ from ucformat.sources.values import json_key
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.memory import dtype_name, synchronize
 from ucformat.torch.state.objects import encode
+from ucformat.torch.state.subclasses import RECORD, InnerTensor, local_of_dtensor, plain_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from fractions import Fraction
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,6 +45,7 @@ __all__ = [
     "paths_of",
     "pieces_in",
     "places_of",
+    "records_of",
     "tied_names",
     "without_ties",
 ]
@@ -54,13 +57,17 @@ class LocalShard:
 
     A piece's offset and strides are in elements, from the first element of `tensor`. On the host they follow the
     strides of `tensor`; on any other device they are row-major, since such tensors are copied to and from the host.
-    `distribution` is that over the ranks of its mesh; None if it is not known.
+    `distribution` is that over the ranks of its mesh; None if it is not known. `wrapper` is the path of the wrapper
+    that the tensor is inside, of which all tensors are loaded, and not cast, or none. `equal` says that all ranks must
+    have equal values, since the wrapper is sharded, but not this tensor.
     """
 
     info: TensorInfo
     pieces: tuple[Piece, ...]
     tensor: torch.Tensor
     distribution: Distribution | None = None
+    wrapper: str = ""
+    equal: bool = False
 
     @property
     def key(self) -> Key:
@@ -117,7 +124,7 @@ def _strided(offset: int, dense: Sequence[int], shape: Sequence[int], strides: S
     return at
 
 
-def local_of(name: str, state: str, tensor: torch.Tensor) -> LocalShard:
+def local_of(name: str, state: str, tensor: torch.Tensor | InnerTensor) -> LocalShard:
     """Return the part of a tensor that this rank holds: the local shard of a DTensor, all of a plain tensor.
 
     Args:
@@ -131,40 +138,29 @@ def local_of(name: str, state: str, tensor: torch.Tensor) -> LocalShard:
     """
     if isinstance(tensor, DTensor):
         return _of_dtensor(name, state, tensor)
+    if isinstance(tensor, InnerTensor):
+        return _of_inner(name, state, tensor)
     if isinstance(tensor, ShardedTensor):
         return _of_sharded(name, state, tensor)
-    tensor = _plain(name, tensor)
+    tensor = plain_values(name, tensor)
     info = TensorInfo(name, state, dtype_name(tensor.dtype), tuple(tensor.shape))
     return LocalShard(info, pieces_in(tensor, [_whole(n) for n in tensor.shape]), tensor)
 
 
-def mesh_of(tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+def mesh_of(tensors: Iterable[torch.Tensor | InnerTensor]) -> dict[str, int]:
     """Return the sizes of the device mesh axes over which tensors are distributed, by name.
 
     Args:
         tensors: DTensors and others.
     """
     axes: dict[str, int] = {}
-    for tensor in tensors:
+    for value in tensors:
+        tensor = value.outer if isinstance(value, InnerTensor) else value
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
             axes |= dict(zip(names, mesh.shape, strict=True))
     return axes
-
-
-def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The detached tensor; UsageError if its memory is not strided elements."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise UsageError(
-            f"{name} is a {kind} tensor, which has no plain memory",
-            hint="make it a dense tensor first (a meta tensor: model.to_empty(device=…))",
-        )
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        return tensor.resolve_conj().resolve_neg()
-    return tensor
 
 
 def _whole(n: int) -> Dim:
@@ -173,26 +169,74 @@ def _whole(n: int) -> Dim:
 
 def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    local = _plain(name, tensor.to_local())
+    local = plain_values(name, local_of_dtensor(tensor))
     info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
     at = mesh.get_coordinate()
     if at is None:
         return LocalShard(info, (), local)
+    dims, cuts = _dims_of(f"{name} ({state})", tensor, tuple(local.shape))
+    distribution = None if cuts is None else Distribution(_rank_mesh(mesh), cuts)
+    return LocalShard(info, pieces_in(local, dims), local, distribution)
+
+
+def _dims_of(label: str, tensor: DTensor, local: tuple[int, ...]) -> tuple[list[Dim], tuple[Cut, ...] | None]:
+    """The dims of the local tensor, and the cuts that make it, if known; LayoutError if its shape is another."""
+    mesh, shape, at = tensor.device_mesh, tuple(tensor.shape), tensor.device_mesh.get_coordinate()
+    assert at is not None  # noqa: S101 - checked by the caller
     if any(isinstance(p, Partial) for p in tensor.placements):
         raise LayoutError(
-            f"{name} ({state}) is partial over its mesh: each rank holds one summand",
+            f"{label} is partial over its mesh: each rank holds one summand",
             hint="reduce it first: tensor.redistribute(placements=[Replicate() …])",
         )
     for dims, cuts in _dims_candidates(shape, tensor.placements, mesh.shape, at):
         sizes = tuple(d.size for d in dims)
-        if sizes == tuple(local.shape) or (0 in sizes and not local.numel()):  # FSDP2 makes (0, 0) of an empty (0, n)
-            distribution = None if cuts is None else Distribution(_rank_mesh(mesh), cuts)
-            return LocalShard(info, pieces_in(local, dims), local, distribution)
+        if sizes == local or (0 in sizes and 0 in local):  # FSDP2 makes (0, 0) of an empty (0, n)
+            return dims, cuts
     raise LayoutError(
-        f"{name} ({state}): its local shape {tuple(local.shape)} does not follow from the placements "
+        f"{label}: its local shape {local} does not follow from the placements "
         f"{tensor.placements} of {shape} at coordinate {tuple(at)} of the mesh {tuple(mesh.shape)}",
         hint="ucformat supports Shard, _StridedShard and Replicate with shards as from torch.chunk",
     )
+
+
+def _of_inner(name: str, state: str, inner: InnerTensor) -> LocalShard:
+    """The part of a tensor inside a wrapper that is the local tensor of a DTensor."""
+    outer, label = inner.outer, f"{name} ({state})"
+    local = plain_values(name, inner.tensor)
+    info = TensorInfo(name, state, dtype_name(local.dtype), inner.shape)
+    outer_dims, cuts = _dims_of(label, outer, tuple(local_of_dtensor(outer).shape))
+    dims = [_whole(n) for n in local.shape]
+    even = True
+    for dim, (at, ratio) in inner.along.items():
+        dims[at] = _scaled(label, outer_dims[dim], ratio)
+        degree = math.prod(
+            n
+            for p, n in zip(outer.placements, outer.device_mesh.shape, strict=True)
+            if not p.is_replicate() and p.dim == dim
+        )
+        even = even and (ratio == 1 or outer_dims[dim].size * degree == outer.shape[dim])
+    distribution = None
+    if cuts is not None and even:
+        inner_cuts = tuple(Cut(inner.along[c.dim][0], c.axis) for c in cuts if c.dim in inner.along)
+        distribution = Distribution(_rank_mesh(outer.device_mesh), inner_cuts)
+    equal = any(not p.is_replicate() and p.dim not in inner.along for p in outer.placements)
+    return LocalShard(info, pieces_in(local, dims), local, distribution, equal=equal)
+
+
+def _scaled(label: str, dim: Dim, ratio: Fraction) -> Dim:
+    """A dim of which each index is that many."""
+    runs = []
+    for run in dim.runs:
+        edges = [n * ratio for n in (run.indices.start, run.indices.stop, run.at)]
+        if any(edge.denominator != 1 for edge in edges):
+            raise LayoutError(
+                f"{label} has {ratio} indices for each of the sharded dim, which is cut at {run.indices.start} and "
+                f"{run.indices.stop}, within a block",
+                hint="use a number of ranks that cuts between blocks, or smaller blocks",
+            )
+        first, stop, at = (edge.numerator for edge in edges)
+        runs.append(Run(range(first, stop), at))
+    return Dim((dim.size * ratio).numerator, tuple(runs))
 
 
 def _rank_mesh(mesh: DeviceMesh) -> RankMesh:
@@ -274,7 +318,7 @@ def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> LocalShard:
             f"{name} ({state}): this rank holds {len(shards)} shards of one ShardedTensor",
             hint="save it with torch.distributed.checkpoint and ucformat.torch.Writer",
         )
-    local, where = _plain(name, shards[0].tensor), shards[0].metadata
+    local, where = plain_values(name, shards[0].tensor), shards[0].metadata
     starts_and_sizes = zip(where.shard_offsets, where.shard_sizes, strict=True)
     return LocalShard(info, pieces_in(local, [Dim.whole(n, a) for a, n in starts_and_sizes]), local)
 
@@ -291,13 +335,15 @@ def local_state(state: Mapping[str, Any]) -> LocalState:
     objects: dict[str, Any] = {}
     for path, leaf in found.leaves.items():
         _place(objects, path, leaf.value)
+    for path, record in records_of(found).items():
+        _place(objects, path, record)
     return LocalState(
         tensors=tuple(tensors),
         objects={json_key(k): encode(v, str(k)) for k, v in objects.items()},
         ranks={dotted(path): encode(leaf.value) for path, (_, leaf) in found.ranks.items()},
         groups=groups_of(found, aliases),
         aliases=aliases,
-        layout=mesh_of(list(found.tensors.values())),
+        layout=mesh_of(found.tensors.values()),
         engine={"name": "torch", "version": torch.__version__},
         paths=paths_of(found, aliases),
         places=places_of(found),
@@ -333,7 +379,19 @@ def locals_of(found: CollectedState) -> list[LocalShard]:
     Args:
         found: the state.
     """
-    return [local_of(*found.keys[path], t) for path, t in found.tensors.items()]
+    return [
+        replace(local_of(*found.keys[path], t), wrapper=dotted(found.wrapper_of.get(path, ())))
+        for path, t in found.tensors.items()
+    ]
+
+
+def records_of(found: CollectedState) -> dict[Path, Mapping[str, Any]]:
+    """Return the record of each wrapper of a state, by its path."""
+    return {
+        (*path, *names, RECORD): record
+        for path, (_, taken) in found.wrappers.items()
+        for names, record in taken.records.items()
+    }
 
 
 def groups_of(found: CollectedState, aliases: Mapping[str, str]) -> tuple[dict[str, Any], ...]:

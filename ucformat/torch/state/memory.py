@@ -14,6 +14,7 @@ import torch
 
 from ucformat.errors import UsageError
 from ucformat.schema import ITEMSIZE
+from ucformat.torch.state.subclasses import own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -125,8 +126,9 @@ def check_fillable(label: str, tensor: torch.Tensor) -> None:
         tensor: the tensor.
 
     Raises:
-        UsageError: it is a lazy conjugate or negative of another tensor.
+        UsageError: it is a lazy conjugate or negative of another tensor, or has no memory of its own.
     """
+    tensor = own_memory(label, tensor)
     if tensor.is_conj() or tensor.is_neg():
         kind = "conjugate" if tensor.is_conj() else "negative"
         raise UsageError(

@@ -32,6 +32,7 @@ from ucformat.sources.pickle.stand_ins import (
 from ucformat.sources.values import from_json, numpy_dtype, to_json
 from ucformat.torch.state.elements import host_memory
 from ucformat.torch.state.memory import dtype_name
+from ucformat.torch.state.subclasses import plain_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,8 +97,8 @@ def _stand_in(value: Any) -> Any:
 
 def _object(value: Any) -> Any:
     """The stand-in of an object of PyTorch or NumPy; a pickle of any other."""
-    if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter):
-        dense = value.detach().cpu().contiguous()
+    if isinstance(value, torch.Tensor):
+        dense = plain_values("a tensor in a plain value", value).cpu().contiguous()
         return SmallTensor(dtype_name(dense.dtype), tuple(dense.shape), host_memory(dense).tobytes())
     if type(value) is io.BytesIO:
         return Stream(value.getvalue())

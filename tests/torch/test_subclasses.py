@@ -1,0 +1,316 @@
+"""Tensors that are not plain memory: taken apart and put back as they were, or refused by name with nothing written."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ucformat
+from tests.torch.wrappers import Fresh, Settings, Silent, Wrapper, numbers
+from ucformat.errors import StateMismatch, UsageError
+from ucformat.torch import Manager, PerRank, Reader, Writer, async_save, load, load_into, save, state_dict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class Scheme(enum.Enum):
+    SYMMETRIC = 1
+
+
+class Choice(NamedTuple):
+    bits: int
+    scheme: Scheme
+
+
+def faked() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(4, 4)
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(4, 4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def functional() -> torch.Tensor:
+    return torch._to_functional_tensor(torch.ones(4, 4))
+
+
+def logged() -> torch.Tensor:
+    """A subclass with memory that decides itself what an operation does."""
+    return torch.Tensor._make_subclass(Silent, torch.ones(4, 4))
+
+
+def wrapper(**context: Any) -> Wrapper:
+    return Wrapper({"a": torch.ones(4, 4), "b": torch.zeros(4, 4)}, context)
+
+
+def holding_itself() -> torch.Tensor:
+    made = wrapper()
+    made.inner["c"] = made.__dict__["c"] = made
+    return made
+
+
+def looping() -> torch.Tensor:
+    loop: list[Any] = []
+    loop.append(loop)
+    return wrapper(loop=loop)
+
+
+def overlapping() -> torch.Tensor:
+    memory = torch.zeros(20)
+    return Wrapper({"a": memory[:16].view(4, 4), "b": memory[4:].view(4, 4)})
+
+
+STRANGERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "meta": (lambda: torch.ones(4, 4, device="meta"), "meta tensor"),
+    "sparse": (lambda: torch.eye(4).to_sparse(), "sparse"),
+    "csr": (lambda: torch.eye(4).to_sparse_csr(), "sparse"),
+    "mkldnn": (lambda: torch.eye(4).to_mkldnn(), "mkldnn"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "Nested"),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "NestedTensor"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8), "quantized"),
+    "zeros": (lambda: torch._efficientzerotensor((4, 4)), "ZeroTensor"),
+    "functional": (functional, "Functionalize"),
+    "fake": (faked, "FakeTensor"),
+    "masked": (lambda: masked_tensor(torch.ones(4, 4), torch.ones(4, 4) > 0), "MaskedTensor"),
+    "freed": (freed, "freed"),
+    "uninitialized": (torch.nn.UninitializedParameter, "UninitializedParameter"),
+    "silent": (lambda: Silent(torch.ones(4, 4)), "Silent"),
+    "silent parameter": (lambda: torch.nn.Parameter(Silent(torch.ones(4, 4))), "Silent"),
+    "dispatching": (logged, "Silent"),
+    "fake inside": (lambda: Wrapper({"a": faked()}), r"\.a is a .*FakeTensor"),
+    "silent inside a wrapper": (
+        lambda: Wrapper({"w": Wrapper({"a": Silent(torch.ones(4, 4))})}),
+        r"\.w\.a is .*Silent",
+    ),
+    "itself": (holding_itself, "contains itself"),
+    "overlapping": (overlapping, "share a part"),
+    "context": (lambda: wrapper(what=object()), "context .* not plain"),
+    "local function": (lambda: wrapper(what=lambda: 1), "context .* not plain"),
+    "tensor in the context": (lambda: wrapper(scale=torch.ones(1)), "context .* not plain"),
+    "context of itself": (looping, "context .* not plain"),
+    "no tensor": (lambda: Wrapper({"a": torch.ones(2), "b": 1}), "not a tensor"),
+    "the key of the record": (lambda: Wrapper({"__subclass__": torch.ones(2)}), "names its inner tensors"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning"
+)  # torch's own, of young and old layouts
+def test_what_is_not_understood_is_refused_by_name_before_anything_is_written(kind: str, tmp_path: Path) -> None:
+    make, words = STRANGERS[kind]
+    place = tmp_path / "ck"
+    ways: list[Callable[[Any], object]] = [
+        lambda t: save({"w": t}, place),
+        lambda t: save({"deep": {"er": [t]}}, place, form="packed"),
+        lambda t: async_save({"w": t}, place),
+        lambda t: save({"w": PerRank(t)}, place),
+    ]
+    value = "a per-rank value is a .*Wrapper" if type(make()) is Wrapper else words
+    for way in ways:
+        with pytest.raises(UsageError, match=words if way is not ways[-1] else value):
+            way(make())
+        assert not place.exists()
+    if kind not in (
+        "meta",
+        "uninitialized",
+        "jagged",
+        "nested",
+        "mkldnn",
+        "no tensor",
+        "itself",
+    ):  # in which DCP itself fails first
+        with pytest.raises((UsageError, dcp.api.CheckpointException), match=words):
+            dcp.save({"w": make()}, storage_writer=Writer(place), no_dist=True)
+        assert not (place / "manifest.json").exists()
+    with Manager(tmp_path / "run", signals=()) as manager, pytest.raises(UsageError, match=words):
+        manager.save(1, {"w": make()}, force=True)
+    save({"w": torch.ones(4, 4)}, place)
+    for given, expected in (({"w": make()}, words), ({"w": PerRank(make())}, value)):
+        with pytest.raises(UsageError, match=expected):
+            load(given, place, strict=False)
+
+
+def inner_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        inner = getattr(tensor, name)
+        more = inner_of(inner) if hasattr(inner, "__tensor_flatten__") else {"": inner}
+        out |= {f"{name}.{n}".rstrip("."): t for n, t in more.items()}
+    return out
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    mine, other = inner_of(a), inner_of(b)
+    return mine.keys() == other.keys() and all(torch.equal(mine[n], other[n]) for n in mine)
+
+
+def some(seed: int, context: Any = None) -> Wrapper:
+    torch.manual_seed(seed)
+    shared = torch.randn(3)
+    inside = Wrapper({"x": torch.randn(2, 2), "y": torch.randint(9, (2,))}, [1.5])
+    return Wrapper({"a": torch.randn(4, 4).t(), "b": inside, "c": shared, "d": shared}, context, (4, 4))
+
+
+PLAIN = [
+    None, 1, True, 1.5, float("nan"), "x", b"x", 2j, torch.float16, torch.strided, torch.device("cpu"), [1, (2, [3])],
+    {"a": 1, 2: None}, {1, 2}, Settings(8), Choice(4, Scheme.SYMMETRIC), torch.Size([4, 4]), torch.nn.Linear,
+    torch.nn.functional.softmax,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["zarr", "packed"])
+@pytest.mark.parametrize("number", range(len(PLAIN)))
+def test_a_wrapper_is_put_back_in_place(form: Any, number: int, tmp_path: Path) -> None:
+    context = PLAIN[number]
+    one, two = some(1, context), some(2, context)
+    memory = {n: t.data_ptr() for n, t in inner_of(two).items()}
+    save({"w": one, "deep": [one.b, {"x": 1}]}, tmp_path / "ck", form=form)
+    assert load({"w": two, "deep": [two.b, {"x": 0}]}, tmp_path / "ck")
+    assert same(one, two)
+    assert {n: t.data_ptr() for n, t in inner_of(two).items()} == memory
+    assert sorted(state_dict(tmp_path / "ck", "w")) == ["w.a", "w.b.x", "w.b.y", "w.c"]
+    for other in PLAIN:
+        if other is not context and repr(other) != repr(context):
+            with pytest.raises(StateMismatch, match=r"w is a wrapper with context .*, in the checkpoint with context"):
+                load({"w": some(3, other)}, tmp_path / "ck")
+
+
+def test_true_is_not_one(tmp_path: Path) -> None:
+    save({"w": some(1, [True])}, tmp_path / "ck")
+    with pytest.raises(StateMismatch, match="context"):
+        load({"w": some(2, [1])}, tmp_path / "ck")
+
+
+class TestAWrapperThatIsAnotherOne:
+    """Nothing of it is filled, whatever is asked for."""
+
+    def check(self, saved: Any, other: Any, words: str, folder: Path) -> None:
+        save({"w": saved, "n": torch.ones(2)}, folder)
+        before = {n: t.clone() for n, t in inner_of(other).items()} if hasattr(other, "__tensor_flatten__") else {}
+        with pytest.raises(StateMismatch, match=words):
+            load({"w": other}, folder)
+        n = torch.zeros(2)
+        for cast in (False, True):
+            report = load({"w": other, "n": n}, folder, strict=False, cast=cast)
+            assert not report
+            assert torch.equal(n, torch.ones(2))
+        assert all(torch.equal(t, before[n]) for n, t in (inner_of(other) if before else {}).items())
+
+    def test_of_another_class(self, tmp_path: Path) -> None:
+        self.check(
+            TwoTensor(torch.ones(4), torch.ones(4)),
+            Wrapper({"a": torch.zeros(4), "b": torch.zeros(4)}),
+            "class",
+            tmp_path,
+        )
+
+    def test_with_other_inner_tensors(self, tmp_path: Path) -> None:
+        self.check(some(1), Wrapper({"a": torch.zeros(4, 4)}), "tensors", tmp_path)
+
+    def test_with_other_dtypes_inside(self, tmp_path: Path) -> None:
+        one = Wrapper({"a": torch.ones(4), "b": torch.ones(4)})
+        self.check(
+            one, Wrapper({"a": torch.zeros(4), "b": torch.zeros(4, dtype=torch.int32)}), "different dtype", tmp_path
+        )
+
+    def test_with_other_shapes_inside(self, tmp_path: Path) -> None:
+        one = Wrapper({"a": torch.ones(4), "b": torch.ones(4)})
+        self.check(one, Wrapper({"a": torch.zeros(4), "b": torch.zeros(2)}), "different shape", tmp_path)
+
+    def test_sharing_memory_otherwise(self, tmp_path: Path) -> None:
+        one, both = Wrapper({"a": torch.ones(4), "b": torch.zeros(4)}), torch.zeros(4)
+        self.check(one, Wrapper({"a": both, "b": both}), "same", tmp_path)
+
+    def test_plain_in_the_program(self, tmp_path: Path) -> None:
+        self.check(some(1), torch.zeros(4, 4), "missing: w", tmp_path)
+
+    def test_plain_in_the_checkpoint(self, tmp_path: Path) -> None:
+        self.check(torch.ones(4, 4), some(1), "in the checkpoint it is not", tmp_path)
+
+    def test_in_parts_in_the_checkpoint(self, tmp_path: Path) -> None:
+        self.check({"a": torch.ones(4)}, Wrapper({"a": torch.zeros(4)}), "in the checkpoint it is not", tmp_path)
+
+
+def test_a_wrapper_that_gives_copies_can_be_saved_and_is_not_filled(tmp_path: Path) -> None:
+    elements = numbers(4, 4)
+    save({"w": Fresh({"elements": elements})}, tmp_path / "ck")
+    assert torch.equal(state_dict(tmp_path / "ck")["w.made"], elements)
+    with pytest.raises(UsageError, match=r"w is a .*Fresh, whose made is a new copy each time"):
+        load({"w": Fresh({"elements": torch.zeros(4, 4)})}, tmp_path / "ck")
+
+
+def test_lazy_views_of_dtensors_and_values_are_their_values(tmp_path: Path) -> None:
+    lazy = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    save({"w": Wrapper({"a": lazy}, None, (2,)), "v": [{1: {2.5: 1}}, 1], "r": PerRank(lazy)}, tmp_path / "ck")
+    ck = ucformat.open(tmp_path / "ck")
+    assert ck["w.a"][...].tolist() == [1 - 2j, 3 + 4j]
+    found = torch.zeros(2, dtype=torch.complex64)
+    load({"r": PerRank(found)}, tmp_path / "ck")
+    assert found.tolist() == [1 - 2j, 3 + 4j]
+    with pytest.raises(UsageError, match=r"w\.a \(weight\) is a lazy conjugate"):
+        load({"w": Wrapper({"a": torch.zeros(2, dtype=torch.complex64).conj()}, None, (2,))}, tmp_path / "ck")
+
+
+def module(seed: int) -> torch.nn.Module:
+    made = torch.nn.Linear(4, 4)
+    made.weight = torch.nn.Parameter(some(seed))
+    torch.nn.init.constant_(made.bias, seed)
+    return torch.nn.ModuleDict({"layer": made})
+
+
+def test_the_weights_of_a_module(tmp_path: Path) -> None:
+    one = module(1)
+    save({"model": one}, tmp_path / "ck")
+    for fill in (lambda m: load({"model": m}, tmp_path / "ck"), lambda m: load_into(m, tmp_path / "ck") == ([], [])):
+        two = module(2)
+        assert fill(two)
+        assert same(one["layer"].weight, two["layer"].weight)
+        assert torch.equal(one["layer"].bias, two["layer"].bias)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    def state(seed: int) -> dict[str, Any]:
+        twice = TwoTensor(torch.full((4,), float(seed)), torch.arange(4.0) + seed)
+        return {
+            "model": {"w": some(seed)},
+            "optim": {"state": {"w": {"exp_avg": twice}}},
+            "plain": torch.ones(2) * seed,
+        }
+
+    dcp.save(state(1), storage_writer=Writer(tmp_path / "ck"), no_dist=True)
+    for place in ("ck", "again"):
+        found = state(2)
+        dcp.load(found, storage_reader=Reader(tmp_path / place), no_dist=True)
+        assert same(found["model"]["w"], state(1)["model"]["w"])
+        assert same(found["optim"]["state"]["w"]["exp_avg"], state(1)["optim"]["state"]["w"]["exp_avg"])
+        assert torch.equal(found["plain"], torch.ones(2))
+        again = state(3)
+        assert load(again, tmp_path / place)
+        assert same(again["model"]["w"], state(1)["model"]["w"])
+        save(state(1), tmp_path / "again", overwrite=True)
+    other = state(2)
+    other["model"]["w"] = torch.zeros(4, 4)
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"model\.w is a plain tensor, in the checkpoint it is a wrapper"
+    ):
+        dcp.load(other, storage_reader=Reader(tmp_path / "ck"), no_dist=True)
+    other["model"]["w"], other["plain"] = some(2), Wrapper({"a": torch.zeros(2)})
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"plain \(weight\) is a .*Wrapper, which has no plain memory"
+    ):
+        dcp.load(other, storage_reader=Reader(tmp_path / "ck"), no_dist=True)
