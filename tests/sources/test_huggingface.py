@@ -135,6 +135,21 @@ class TestTrainerInBf16(SourceSuite):
     def test_each_ranks_generators_are_kept(self, sample: Sample) -> None:
         assert sample.open().objects["rng_state"].keys() == {"0", "1"}
 
+    def test_a_ranks_generators_are_missing(self, copy: Sample) -> None:
+        shutil.copy(copy.path / "rng_state_1.pth", copy.path / "rng_state_3.pth")
+        with pytest.raises(MissingData, match=r"rng_state_2\.pth is missing: 3 of 4 ranks have a file of rng_state"):
+            copy.open()
+        for rank in (0, 1, 3):
+            (copy.path / f"rng_state_{rank}.pth").unlink()
+        assert "rng_state" not in copy.open().objects
+
+    def test_the_last_ranks_generators_are_missing(self, tmp_path: Path) -> None:
+        """How many ranks there were is known from the engine's files."""
+        shutil.copytree(sample_of("trainer_fsdp").path, tmp_path / "copy")
+        (tmp_path / "copy" / "rng_state_1.pth").unlink()
+        with pytest.raises(MissingData, match=r"rng_state_1\.pth is missing"):
+            open_checkpoint(tmp_path / "copy")
+
 
 class TestTrainerWithAnAdapter(SourceSuite):
     outranked = frozenset({"safetensors"})
@@ -248,14 +263,15 @@ def test_a_folder_of_fsdp_without_its_metadata(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("extra", ["trainer_state.json", "random_states_0.pkl"])
+@pytest.mark.parametrize("extra", ["trainer_state.json", "random_states"])
 def test_deepspeed_inside_is_told_what_its_hint_asks_for(tmp_path: Path, extra: str) -> None:
     name = LAYER + "adapter.up.weight"
     write(tmp_path, added(gpt(**SMALL), name, "replicate", dict.fromkeys(FLAT, np.zeros((3, 8)))), tp=2)
     if extra.endswith("json"):
         (tmp_path / extra).write_text("{}")
     else:
-        torch.save({}, tmp_path / extra)
+        for rank in range(2):
+            torch.save({}, tmp_path / f"random_states_{rank}.pkl")
     with pytest.raises(AmbiguousLayout, match=r"options=\{'cuts'"):
         open_checkpoint(tmp_path)
     assert open_checkpoint(tmp_path, options={"cuts": {name: "replicate"}})[name].shape == (3, 8)

@@ -87,9 +87,11 @@ class TestAModelsFolder(SourceSuite):
         return sample
 
     def test_small_files_beside_it_are_assets(self, sample: Sample) -> None:
-        assert set(sample.open().assets) == {
-            "config.json", "tokenizer.json", "README.md", "chat_template.jinja", "further.json"
-        }  # fmt: skip
+        ck = sample.open()
+        texts = {"config.json", "tokenizer.json", "README.md", "chat_template.jinja", "further.json"}
+        assert set(ck.metadata.assets) == texts
+        assert dict(ck.unread) == {"optimizer.onnx": 8}
+        assert set(ck.assets) == texts | {"optimizer.onnx"}
 
 
 class TestAnIndex(SourceSuite):

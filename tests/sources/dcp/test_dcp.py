@@ -6,6 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from tests.sources.reading import Counting
 from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
 #: Whatever of the training state is no model and no optimizer.
 _EXTRA = {
     "hsdp-flat": "train.generator",
+    "lightning": "average",
     "titan": "train_state.step",
     "wrapped-bf16": "app.train.generator",
 }
 _NAMES = (
     *("fsdp2-uneven", "fsdp1-frozen", "hsdp-flat", "tp-strided", "wrapped-bf16", "sgd-hf", "stages", "numbered"),
-    "titan",
+    *("titan", "lightning"),
 )
 
 
@@ -46,6 +48,7 @@ def sample_of(name: str) -> Sample:
 
 
 class TestDcp(SourceSuite):
+    outranked = frozenset({"torch_save"})  # Lightning's `meta.pt`
     most_requests = 400  # all items of a world of one are in one file
 
     def damageable(self, copy: Sample) -> list[Path]:
@@ -104,6 +107,19 @@ def test_hyper_parameters_objects_and_layout() -> None:
     assert [g["weight_decay"] for g in flat.metadata.groups] == [0.01, 0.02]
 
 
+def test_lightning_keeps_the_rest_beside_the_tensors(tmp_path: Path) -> None:
+    shutil.copytree(sample_of("lightning").path, tmp_path / "ckpt")
+    ck = open_checkpoint(tmp_path / "ckpt")
+    assert ck.objects["loops"]["fit_loop"]["epoch_progress"]["total"]["ready"] == 2
+    assert ck.objects["lr_schedulers"][0]["last_epoch"] == 2
+    assert ck.objects["average"] == {"$ref": "average"}
+    assert ck["average"].read().tolist() == list(range(20_000))
+    assert ck.manifest.config == {"lr": 0.01, "note": "hello"}
+    assert ck.metadata.engine == {"name": "lightning", "version": "2.6.6", "format": "torch.distributed.checkpoint"}
+    torch.save({"loader": SourceSuite}, tmp_path / "ckpt" / "meta.pt")  # a class that is not opened without trust
+    assert open_checkpoint(tmp_path / "ckpt").objects["meta.pt"].keys() == {"$opaque"}
+
+
 def test_a_save_is_known_by_what_its_writer_called_it(tmp_path: Path) -> None:
     place = DATA / "dcp" / "fsdp2-uneven" / "ckpt"
     shutil.copytree(place, tmp_path / "copy")
@@ -121,3 +137,10 @@ def test_each_record_has_a_checksum_and_is_named_after_its_tensor() -> None:
     data = [r for r in records if "/data/0 of" in r.name]
     assert {r.name.rpartition(" of ")[2].partition("[")[0] for r in data} >= {"model.embed.weight", "model.head.weight"}
     assert all(r.crc32 is not None for r in data)
+
+
+def test_files_of_ranks_without_metadata(copy: Path) -> None:
+    (copy / ".metadata").unlink()
+    torch.save({"model": {"w": torch.ones(2, 2)}}, copy / "meta.pt")  # which is not the checkpoint
+    with pytest.raises(MissingData, match=r"has files of ranks, and no \.metadata"):
+        open_checkpoint(copy)

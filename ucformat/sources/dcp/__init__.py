@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.errors import UnsupportedError
+from ucformat.errors import MissingData, UnsupportedError
 from ucformat.sources.base import PickleOptions, Source, option
-from ucformat.sources.dcp.folder import has_metadata, has_shards, is_marker, looks_like_dcp
+from ucformat.sources.dcp.folder import (
+    METADATA,
+    RANK_METADATA,
+    has_items,
+    has_metadata,
+    has_shards,
+    is_marker,
+    looks_like_dcp,
+)
+from ucformat.storage.base import exists
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,6 +64,11 @@ class Dcp(Source):
                 from ucformat.sources.dcp.safetensors import OpenShards
 
                 return OpenShards(store)
+            if not exists(store, RANK_METADATA) and has_items(store):
+                raise MissingData(
+                    f"{store.url} has files of ranks, and no {METADATA} (or an empty one), which describes them",
+                    hint="the save did not finish, or the file was not copied: its name begins with a dot",
+                )
             raise UnsupportedError(
                 f"{store.url} was saved without collectives: each rank has metadata of its own",
                 hint="save with torch.distributed.checkpoint.save(…, no_dist=False, use_collectives=True)",
@@ -62,5 +76,10 @@ class Dcp(Source):
         from ucformat.sources.dcp.metadata import Items, read_metadata
         from ucformat.sources.dcp.opened import OpenDcp
 
-        meta = read_metadata(store, allow=self.options.allow)
-        return OpenDcp(Items(store, meta, self.options.allow), self.options.groups, self.options.owners)
+        how = self.options
+        items = Items(store, read_metadata(store, allow=how.allow), how.allow)
+        if exists(store, "meta.pt"):
+            from ucformat.sources.dcp.lightning import OpenLightning
+
+            return OpenLightning(items, how.groups, how.owners, how.allow)
+        return OpenDcp(items, how.groups, how.owners)

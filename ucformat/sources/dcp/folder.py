@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 __all__ = [
     "INFO",
     "METADATA",
+    "RANK_METADATA",
     "SHARD",
     "Files",
+    "has_items",
     "has_metadata",
     "has_shards",
     "is_marker",
@@ -23,10 +25,11 @@ __all__ = [
 ]
 
 METADATA = ".metadata"
-_RANK_METADATA = "__0" + METADATA  # of a rank that saved without collectives
+RANK_METADATA = "__0" + METADATA  # of a rank that saved without collectives
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 INFO = "DCP_SHARDING_INFO"  # in `__metadata__` of a shard
 
+_ITEMS = re.compile(r"__\d+_\d+\.distcp")
 _METADATA_MODULE = b"torch.distributed.checkpoint.metadata"
 _HEAD = 512
 _MAX_LISTED = 10_000
@@ -39,16 +42,27 @@ def is_marker(name: str) -> bool:
     Args:
         name: the name of a file, without folders.
     """
-    return name in (METADATA, _RANK_METADATA) or SHARD.fullmatch(name) is not None
+    return name in (METADATA, RANK_METADATA) or SHARD.fullmatch(name) is not None
 
 
 def looks_like_dcp(store: Store) -> bool:
-    """Whether a folder has DCP's `.metadata`, or shards of its safetensors writer.
+    """Whether a folder has DCP's `.metadata`, or shards of its safetensors writer, or files of ranks.
 
     Args:
         store: a store whose root is the folder.
     """
-    return any(_METADATA_MODULE in _head(store, name) for name in (METADATA, _RANK_METADATA)) or has_shards(store)
+    if any(_METADATA_MODULE in _head(store, name) for name in (METADATA, RANK_METADATA)) or has_shards(store):
+        return True
+    return has_items(store)
+
+
+def has_items(store: Store) -> bool:
+    """Whether a folder has files of ranks, such as `__0_0.distcp`.
+
+    Args:
+        store: a store whose root is the folder.
+    """
+    return any(_ITEMS.fullmatch(info.key) for info in islice(store.list(), _MAX_LISTED))
 
 
 def has_metadata(store: Store) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import NotFound
+from ucformat.errors import MissingData, NotFound
 from ucformat.reading.readable import CheckpointMetadata, FileRecord
 from ucformat.sources.huggingface.engines import Engine, EngineOptions, open_engine
 from ucformat.sources.index import TensorIndex
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Info, Store
 
 __all__ = ["OpenHuggingFace"]
+
+_RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
+_NUMBER = re.compile(r"_\d+\.(?=\w+$)")  # in `rng_state_2.pth`
 
 
 def _read_values(store: Store, found: FolderFiles, contents: TensorIndex, allow: tuple[str, ...]) -> dict[str, Any]:
@@ -73,6 +78,8 @@ class OpenHuggingFace:
         engine = open_engine(store, found, infos, self.contents, options)
         self._engine = engine
         self.part = next((part for s in engine.sources if (part := getattr(s, "part", None))), None)
+        for name, by_rank in found.ranked.items():
+            _check_ranks(name, by_rank, _world(engine))
         values = [*found.values.values(), *(f for by_rank in found.ranked.values() for f in by_rank.values())]
         self._zips = [*engine.zips, *values]
         objects = {**engine.objects, **_read_values(store, found, self.contents, options.allow)}
@@ -103,6 +110,28 @@ class OpenHuggingFace:
             yield from TorchZip(self.store, key).records()
         for key in self._engine.unchecked:
             yield FileRecord(key, key, self.store.info(key).size, None, int)
+
+
+def _world(engine: Engine) -> int:
+    """The ranks that certainly wrote files of the engine."""
+    layout = engine.layout
+    ranks = [int(m[1]) for name in engine.files if (m := _RANK_FILE.fullmatch(name.rpartition("/")[2]))]
+    degrees = [n for axis in ("dp", "tp", "pp") if type(n := layout.get(axis, 1)) is int]
+    return max(prod(degrees), 1 + max(ranks, default=-1))
+
+
+def _check_ranks(name: str, by_rank: Mapping[int, str], world: int) -> None:
+    """MissingData if a rank's file is missing; one without a number was written by a single process."""
+    example = by_rank[min(by_rank)]
+    if not _NUMBER.search(example):
+        return
+    total = max(world, max(by_rank) + 1)
+    if len(by_rank) < total:
+        missing = next(rank for rank in range(total) if rank not in by_rank)
+        raise MissingData(
+            f"{_NUMBER.sub(f'_{missing}.', example)} is missing: {len(by_rank)} of {total} ranks have a file of {name}",
+            hint="copy it again from where it was saved; to open the checkpoint without any, move the others elsewhere",
+        )
 
 
 def _step(objects: Mapping[str, Any], engine: Engine) -> int | None:
