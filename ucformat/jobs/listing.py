@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ucformat.catalog.catalog import Catalog
+    from ucformat.sources.base import Source
     from ucformat.storage.base import Info, Store
 
 __all__ = ["Tree", "check_listed", "check_removed", "is_empty", "listing_hashes", "search"]
@@ -59,13 +60,14 @@ def search(infos: Iterable[Info]) -> list[str]:
     from ucformat.sources import SOURCES  # slow to import, and few commands search
 
     folders: set[str] = set()
-    markers: dict[str, bool] = {}  # most names are in every step
+    markers: dict[str, list[Source]] = {}  # most names are in every step
     for info in infos:
         folder, _, name = info.key.rpartition("/")
         if name not in markers:
-            markers[name] = name in (MANIFEST, TOMBSTONE) or any(s.is_marker(name) for s in SOURCES)
-        if markers[name]:
+            markers[name] = [s for s in SOURCES if s.is_marker(name)]
+        if name in (MANIFEST, TOMBSTONE):
             folders.add(folder)
+        folders.update(source.marked_folder(folder) for source in markers[name][:1])
     return sorted(folders, key=lambda f: f.split("/") if f else [])
 
 

@@ -6,13 +6,14 @@ from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import NotACheckpoint, UcformatError, UnsafeError, UnsupportedError, UsageError
+from ucformat.errors import IntegrityError, NotACheckpoint, NotFound, UcformatError
 from ucformat.sources.base import by_precedence, with_options
 from ucformat.sources.bytecheckpoint import ByteCheckpoint
 from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface import HuggingFace
 from ucformat.sources.megatron import Megatron
+from ucformat.sources.model_files import check_downloaded
 from ucformat.sources.orbax import Orbax
 from ucformat.sources.parts import marked, part_by_names, refusal
 from ucformat.sources.safetensors import Safetensors
@@ -68,11 +69,14 @@ def open_source(
             chosen = with_options(source, options or {})
             try:
                 opened = chosen.open(store)
-            except (UsageError, UnsupportedError, UnsafeError):
-                if chosen.options.part is None and (part := part_by_names(store, "")):
+            except UcformatError as error:
+                check_downloaded(store, error)
+                part = "" if isinstance(error, IntegrityError | NotFound) else part_by_names(store, "")
+                if part and chosen.options.part is None:
                     raise refusal(store.url, part) from None
                 raise
             return _checked(chosen, opened, store.url)
+    check_downloaded(store)
     return None
 
 
@@ -107,11 +111,13 @@ def open_source_file(
             chosen = with_options(source, options or {})
             try:
                 opened = chosen.open_file(store, name)
-            except UcformatError:
+            except UcformatError as error:
+                check_downloaded(store, error, "" if name.endswith(".json") else name)
                 if chosen.options.part is None and (part := part_by_names(store, name)):
                     raise refusal(where, part) from None
                 raise
             return _checked(chosen, opened, where, name)
+    check_downloaded(store, file=name)
     if part := part_by_names(store, name):
         raise refusal(where, part)
     raise NotACheckpoint(

@@ -150,6 +150,14 @@ class Source(ABC):
             name: the name of a file, without folders.
         """
 
+    def marked_folder(self, folder: str) -> str:
+        """The folder of the checkpoint that a marker is in; by default, the one that contains the file.
+
+        Args:
+            folder: the key of the folder that contains the marker.
+        """
+        return folder
+
     @abstractmethod
     def find(self, store: Store) -> bool:
         """Whether a folder looks like a checkpoint of this kind.

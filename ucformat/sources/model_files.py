@@ -8,7 +8,7 @@ import reprlib
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData
+from ucformat.errors import IntegrityError, MissingData, UcformatError
 from ucformat.storage.base import check_key, exists
 from ucformat.storage.concurrency import map_io
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FileSet",
+    "check_downloaded",
     "check_index",
     "check_shards",
     "complete_shards",
@@ -94,6 +95,31 @@ def find_assets(infos: Iterable[Info], taken: Iterable[str] = ()) -> tuple[str, 
     )
 
 
+def check_downloaded(store: Store, error: UcformatError | None = None, file: str = "") -> None:
+    """Check that files that cannot be opened are not pointers of Git LFS, which was not asked to download them.
+
+    Args:
+        store: a store whose root is the folder.
+        error: the reason why they cannot be opened.
+        file: the name of the file that was to be opened, if it is no index (default: all of the folder).
+
+    Raises:
+        MissingData: some are.
+    """
+    try:
+        infos = [store.info(file)] if file else list(root_files(store).values())
+        small = [i for i in infos if len(_POINTER) <= i.size <= _MAX_POINTER][:_MAX_POINTERS]
+        found = [i.key for i in small if store.read(i.key, 0, len(_POINTER)) == _POINTER]
+    except UcformatError:  # plain HTTP, which has no folders
+        return
+    if found:
+        more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+        raise MissingData(
+            f"{store.url} holds pointers of Git LFS instead of files: {', '.join(found[:_MAX_NAMED])}{more}",
+            hint="`git lfs install && git lfs pull` in the clone downloads the files themselves",
+        ) from error
+
+
 def read_json(store: Store, key: str) -> Any:
     """Read a JSON document of at most 64 MiB.
 
@@ -138,6 +164,9 @@ def read_weight_map(store: Store, key: str) -> tuple[dict[str, str], dict[str, A
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<total>\d{5,})(?P<suffix>\.\w+)")
 _MAX_NAMED = 5
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MAX_POINTER = 1024  # bytes; such files have about 130
+_MAX_POINTERS = 100  # files that are read to find them
 
 
 def parse_shard_name(name: str) -> tuple[str, int, int] | None:

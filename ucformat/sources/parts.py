@@ -42,7 +42,7 @@ _COUNTED = re.compile(r"(?<!\d)(\d{1,9})[-_. ]?of[-_. ]?(\d{1,9})(?!\d)")
 _PROGRESS = re.compile(r"(?:epochs?|ep|steps?|iter(?:ation)?s?|rounds?|folds?|trials?|phases?)[-_=. ]?$")
 _WORLD = re.compile(r"(?<![a-z])(?:world[-_]?size|ws)[-_=. ]?(\d{1,9})(?!\d)")
 _LABEL = r"(?<![a-z])({})[-_=. ]?(\d{{1,9}})(?![\da-z])"
-_RANK = re.compile(_LABEL.format("(?:[a-z]+[-_])?rank|tp|pp|mp|cp|etp|shards?|parts?|partitions?"))
+_RANK = re.compile(_LABEL.format("(?:(?:tp|pp|mp|dp|ep|fsdp)[-_])?rank|tp|pp|mp|cp|etp|shards?|parts?|partitions?"))
 _PHASE = re.compile(_LABEL.format("stage|chunk|slice|piece|split"))  # of a pipeline, or of a training
 _DEVICE = re.compile(_LABEL.format("gpu|device|host|node|worker|proc|process|dp"))
 _RANK_FOLDER = re.compile(

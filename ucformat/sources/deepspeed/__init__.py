@@ -52,4 +52,4 @@ class DeepSpeed(Source):
             return OpenUniversal(store, tag, self.options)
         from ucformat.sources.deepspeed.opened import OpenDeepSpeed
 
-        return OpenDeepSpeed(store, list_files(store, tag), self.options)
+        return OpenDeepSpeed(store, list_files(store, tag, optimizer=self.options.optimizer), self.options)

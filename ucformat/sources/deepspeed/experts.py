@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.sources.deepspeed.contents import need
+from ucformat.sources.deepspeed.folder import copy_hint
 from ucformat.sources.deepspeed.model import ModelStates
 from ucformat.sources.pickle.stand_ins import StoredTensor
 
@@ -282,7 +283,7 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
         ]
         raise MissingData(
             f"{', '.join(names)} is missing in {folder or 'the folder'}: {recorded} expert-parallel ranks saved it",
-            hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
+            hint=copy_hint(weights=True),
         )
     uneven = next((p for p, n in experts.counts.items() if n % degree), None)
     if degree > recorded or uneven is not None or experts.dp % degree:

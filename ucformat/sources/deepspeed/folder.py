@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ucformat.errors import IntegrityError, MissingData, NotFound, UnsupportedError, UsageError
+from ucformat.errors import IntegrityError, MissingData, NotFound, UnsupportedError, UsageError, option_text
 from ucformat.sources.base import PickleOptions, option
 from ucformat.storage.base import check_key, exists
 
@@ -35,6 +35,7 @@ __all__ = [
     "DeepSpeedOptions",
     "TagFiles",
     "check_world",
+    "copy_hint",
     "find_tag",
     "is_model_or_optimizer",
     "is_universal",
@@ -52,6 +53,7 @@ _UNIVERSAL = re.compile(r"([^/]*/)?(zero/(.+/fp32|optimizer_state)\.pt|tmp/.+/\d
 _DIGITS = 6  # of a rank or layer; DeepSpeed writes no longer numbers
 _MAX_FILES = 10_000  # files examined in a folder without `latest`
 _LATEST = 4096  # bytes of `latest`
+_WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")  # beside it
 _MAX_LISTED = 10  # tags or files named in an error
 
 _READ = "data, tensor and pipeline parallelism with ZeRO 0 to 3 are read"
@@ -155,13 +157,14 @@ def is_universal(store: Store, tag: str) -> bool:
     return any(match is not None and not match[1] for match in found)
 
 
-def list_files(store: Store, tag: str, *, universal: bool = False) -> TagFiles:
+def list_files(store: Store, tag: str, *, universal: bool = False, optimizer: bool = True) -> TagFiles:
     """List the files of a tag folder, and check that none is missing.
 
     Args:
         store: the store of the checkpoint.
         tag: the tag folder; "" for the root.
         universal: whether the folder has the universal format, which may lack model states.
+        optimizer: whether to list the optimizer's files.
 
     Raises:
         MissingData: files are missing; the message names them.
@@ -177,7 +180,7 @@ def list_files(store: Store, tag: str, *, universal: bool = False) -> TagFiles:
     single = {(_number(m[1]), 0): m[0] for m in map(_MODEL.fullmatch, names) if m}
     ranks = [m for m in map(_RANK.fullmatch, names) if m]
     cut = _grid(prefix, [m for m in ranks if m[4] == "model"])
-    optims = _grid(prefix, [m for m in ranks if m[4] == "optim"])
+    optims = _grid(prefix, [m for m in ranks if m[4] == "optim" and optimizer], whole=not cut)
     if not single and not cut and not universal:
         raise MissingData(
             f"{store.url}: {tag or 'the folder'} has no model states (mp_rank_00_model_states.pt, or "
@@ -193,7 +196,7 @@ def list_files(store: Store, tag: str, *, universal: bool = False) -> TagFiles:
     if single:
         models = tuple((key,) for key in _whole(prefix, single, "mp_rank_{0:02d}_model_states.pt")[0])
     layers = _layers(prefix, [m for m in map(_LAYER.fullmatch, names) if m])
-    experts, expert_optims = _experts(prefix, names)
+    experts, expert_optims = _experts(prefix, names, optimizer=optimizer)
     latest = next((key for key in ("latest", "latest_universal") if tag and _tag_in(store, key) == tag), None)
     return TagFiles(tag, bool(cut), models, optims, layers, experts, expert_optims, latest)
 
@@ -223,7 +226,7 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
                 f"{', '.join(missing[:_MAX_LISTED])}{more} is missing: the checkpoint was saved by "
                 f"{dp} data-parallel ranks{f' of each of {mp} model-parallel ranks' if mp > 1 else ''}, and "
                 f"{len(there)} files of {kind} states are present",
-                hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
+                hint=copy_hint(weights=kind == "optim" and not files.zero3),
             )
         for m, r in sorted(there):
             if m >= mp or r >= wide:
@@ -249,8 +252,18 @@ def _like(key: str, m: int, r: int, kind: str) -> str:
     return f"{folder}{slash}{bf16}zero_pp_rank_{r}_mp_rank_{m:02d}_{kind}_states.pt"
 
 
-def _grid(prefix: str, found: list[re.Match[str]]) -> tuple[tuple[str, ...], ...]:
-    """Keys by model- and data-parallel rank, each 0, 1, 2 … without a gap."""
+def copy_hint(*, weights: bool = False) -> str:
+    """What to do about missing files.
+
+    Args:
+        weights: whether the weights are whole without them.
+    """
+    alone = f"; without the optimizer's files the weights are whole: {option_text('optimizer')}" if weights else ""
+    return f"copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk{alone}"
+
+
+def _grid(prefix: str, found: list[re.Match[str]], *, whole: bool = False) -> tuple[tuple[str, ...], ...]:
+    """Keys by model- and data-parallel rank, each 0, 1, 2 … without a gap; `whole`: the weights do not need them."""
     if len({m[1] for m in found}) > 1:
         plain, bf16 = (next(m[0] for m in found if bool(m[1]) == flag) for flag in (False, True))
         raise IntegrityError(
@@ -260,22 +273,26 @@ def _grid(prefix: str, found: list[re.Match[str]]) -> tuple[tuple[str, ...], ...
     if not found:
         return ()
     name = f"{found[0][1] or ''}zero_pp_rank_{{1}}_mp_rank_{{0:02d}}_{found[0][4]}_states.pt"
-    return _whole(prefix, {(_number(m[3]), _number(m[2])): m[0] for m in found}, name, rows=True)
+    by_rank = {(_number(m[3]), _number(m[2])): m[0] for m in found}
+    return _whole(prefix, by_rank, name, rows=True, hint=copy_hint(weights=whole))
 
 
 def _whole(
-    prefix: str, found: Mapping[tuple[int, int], str], name: str, *, rows: bool = False
+    prefix: str, found: Mapping[tuple[int, int], str], name: str, *, rows: bool = False, hint: str = ""
 ) -> tuple[tuple[str, ...], ...]:
     """The files as a full grid of these two numbers; MissingData names those that are missing."""
     high, wide = (1 + max(key[i] for key in found) for i in (0, 1))
     if high * wide > 4 * len(found) + _MAX_FILES:
-        raise MissingData(f"{prefix}{name.format(0, 0)} and most of the {high * wide} files like it are missing")
+        raise MissingData(
+            f"{prefix}{name.format(0, 0)} and most of the {high * wide} files like it are missing",
+            hint=hint or copy_hint(),
+        )
     missing = [prefix + name.format(m, r) for m in range(high) for r in range(wide) if (m, r) not in found]
     if missing:
         more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
         raise MissingData(
             f"{', '.join(missing[:_MAX_LISTED])}{more} is missing, but files of higher ranks are present",
-            hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
+            hint=hint or copy_hint(),
         )
     keys = tuple(tuple(prefix + found[m, r] for r in range(wide)) for m in range(high))
     return keys if rows else (tuple(row[0] for row in keys),)
@@ -299,21 +316,24 @@ def _layers(prefix: str, found: list[re.Match[str]]) -> dict[int, tuple[str, ...
         if missing:
             raise MissingData(
                 f"{', '.join(missing[:_MAX_LISTED])} is missing, but files of other tensor-parallel ranks are present",
-                hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
+                hint=copy_hint(),
             )
         out[layer] = tuple(prefix + by_rank[layer, r] for r in range(degree))
     return out
 
 
-def _experts(prefix: str, names: Sequence[str]) -> tuple[dict[tuple[int, int], str], tuple[str, ...]]:
+def _experts(
+    prefix: str, names: Sequence[str], *, optimizer: bool
+) -> tuple[dict[tuple[int, int], str], tuple[str, ...]]:
     """Keys by layer and expert, and of the optimizers by expert-parallel rank."""
     weights = [m for m in map(_EXPERT.fullmatch, names) if m]
-    optims = [m for m in map(_EXPP.fullmatch, names) if m]
+    optims = [m for m in map(_EXPP.fullmatch, names) if m and optimizer]
     for m in (*weights, *optims):
         if _number(m[m.lastindex or 1]):
             raise _not_yet("expert parallelism together with tensor parallelism or pipelines", prefix + m[0])
     by_rank = {(_number(m[1]), 0): m[0] for m in optims}
-    keys = _whole(prefix, by_rank, "expp_rank_{0}_mp_rank_00_optim_states.pt", rows=True) if by_rank else ()
+    name, hint = "expp_rank_{0}_mp_rank_00_optim_states.pt", copy_hint(weights=True)
+    keys = _whole(prefix, by_rank, name, rows=True, hint=hint) if by_rank else ()
     found = {(_number(m[1]), _number(m[2])): prefix + m[0] for m in weights}
     return dict(sorted(found.items())), tuple(key for row in keys for key in row)
 
@@ -324,9 +344,12 @@ def _not_yet(feature: str, key: str, hint: str = _READ) -> UnsupportedError:
 
 def _existing(store: Store, tag: str, file: str) -> str:
     if next(iter(store.list(check_key(tag))), None) is None:
+        beside = [i.key for i in islice(store.list(), _MAX_FILES) if i.key.endswith(_WEIGHTS) and "/" not in i.key]
+        whole = next((key for key in sorted(beside, key=lambda k: not k.endswith(".json"))), None)
+        weights = f"; for weights alone open {store.url}/{whole}" if whole else ""
         raise NotFound(
             f"{store.url}: `{file}` names the checkpoint {tag!r}, but there is no such folder",
-            hint="it was moved or deleted, or the save did not finish; open another tag's folder itself",
+            hint=f"it was moved or deleted, or the save did not finish; open another tag's folder itself{weights}",
         )
     return tag
 
@@ -355,6 +378,11 @@ class DeepSpeedOptions(PickleOptions):
         "wrongly: rules over the axis `tp`, or a preset (`llama`, `megatron-deepspeed`, `megatron-deepspeed-swiglu`)",
     )
     vocab: int | None = option(None, "number", "rows of the vocabulary without its padding, if the layout has `pad_to`")
+    optimizer: bool = option(
+        default=True,
+        how="flag",
+        text="whether to read the optimizer's states; false if their files are missing, and the weights suffice",
+    )
     cuts: Mapping[str, str | int] | None = option(
         None,
         "cuts",

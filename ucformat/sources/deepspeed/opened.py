@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import UnsupportedError
+from ucformat.errors import UnsupportedError, UsageError, option_text
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.deepspeed.contents import load_all
 from ucformat.sources.deepspeed.experts import adopt_experts, check_degree, expert_model
@@ -88,8 +88,14 @@ def _read(
     load: Callable[[str], TorchFile], files: TagFiles, how: DeepSpeedOptions
 ) -> tuple[ParallelDegrees, list[list[Slice]]]:
     """The checkpoint's slices by pipeline stage and tensor-parallel rank."""
+    if files.zero3 and not how.optimizer:
+        raise UsageError(
+            f"{files.models[0][0]} is of ZeRO 3, which stores the weights in the optimizer's files",
+            hint=f"leave out {option_text('optimizer')}",
+        )
     first = ModelStates(load(files.models[0][0]))
-    degrees = ParallelDegrees.of(files, first)  # before opening others, which may not belong to it
+    # before opening others, which may not belong to it
+    degrees = ParallelDegrees.of(files, first, optimizer=how.optimizer)
     others = [row[not m :] for m, row in enumerate(files.models)]
     rows = [[ModelStates(file) for file in row] for row in load_all(load, others)]
     rows[0].insert(0, first)
@@ -111,7 +117,7 @@ def _read(
             raise UnsupportedError(f"{first.key}: not yet read: experts with tensor parallelism, pipelines or ZeRO 3")
         weights = [row[0] for row in load_all(load, [[key] for key in files.experts.values()])]
         experts = adopt_experts(first, dict(zip(files.experts, weights, strict=True)), degrees.dp)
-        if first.param_shapes is None and first.value.get("optimizer") is not None:
+        if first.param_shapes is None and first.value.get("optimizer") is not None and how.optimizer:
             return degrees, _expert_stages(files, load, experts, first, how)
     shared = first.aliases(zero3=files.zero3) if first.param_shapes is not None else None
     optims = files.optims or ((),) * len(rows)
@@ -127,6 +133,7 @@ def _read(
             shared=None if p else shared,
             names=names[p],
             experts=experts,
+            optimizer=how.optimizer,
         )
 
     stages: list[list[Slice]] = []
@@ -164,7 +171,7 @@ def _layout(degrees: ParallelDegrees, stages: list[list[Slice]], files: TagFiles
     """Stage and ranks; under ZeRO 3 also the dtype of the weights, of which only the fp32 copy is stored."""
     first = stages[0][0]
     out: dict[str, Any] = {"zero": first.stage, "dp": degrees.dp}
-    if files.experts:
+    if files.experts and (first.degrees or files.expert_optims):
         sizes = sorted({n for n in first.degrees if n > 1} or {len(files.expert_optims) or 1})
         out["ep"] = sizes[0] if len(sizes) == 1 else sizes
     out |= {axis: n for axis, n in (("tp", degrees.tp), ("pp", degrees.pp)) if n > 1}

@@ -52,6 +52,7 @@ def read_slice(
     shared: dict[str, str] | None,
     names: Sequence[Sequence[str]] | None,
     experts: Experts | None = None,
+    optimizer: bool = True,
 ) -> Slice:
     """Read one model-parallel rank's files.
 
@@ -64,6 +65,7 @@ def read_slice(
         shared: the tied names in the first rank's file; None if it has none.
         names: the names of each optimizer group's parameters, for ZeRO 0; None: they are derived.
         experts: the experts; None if the model has none.
+        optimizer: whether to read the optimizer's states.
 
     Raises:
         UnsupportedError: the checkpoint is of MiCS, or of an optimizer that is not yet read.
@@ -77,7 +79,10 @@ def read_slice(
             f"{optims[0]} exists, but {model.key} has no `param_shapes`: a BF16_Optimizer without ZeRO, perhaps; "
             "such checkpoints are not yet read"
         )
-    if zero3:
+    if not optimizer:
+        stage = zero_options(model.value).get("stage")
+        out.stage = stage if type(stage) is int and 0 <= stage < 3 else 0
+    elif zero3:
         Zero3(model, optims, load, contents)
     elif model.param_shapes is not None:
         zero = Zero12(model, optims, load, contents, experts)
@@ -150,7 +155,14 @@ class ParallelDegrees:
     dp: int
 
     @classmethod
-    def of(cls, files: TagFiles, model: ModelStates, *, others: Sequence[ModelStates] | None = None) -> ParallelDegrees:
+    def of(
+        cls,
+        files: TagFiles,
+        model: ModelStates,
+        *,
+        others: Sequence[ModelStates] | None = None,
+        optimizer: bool = True,
+    ) -> ParallelDegrees:
         """The degrees from the first model states file or the files' names, checked against each other.
 
         Args:
@@ -158,6 +170,7 @@ class ParallelDegrees:
             model: the first model states file.
             others: for the universal format, the model states of all model-parallel ranks; ranks of one pipeline stage
                 have parameters of the same names. None for other checkpoints.
+            optimizer: whether there must be files of the optimizer.
 
         Raises:
             IntegrityError: the number of ranks is inconsistent.
@@ -180,7 +193,7 @@ class ParallelDegrees:
         dp = model.world or (max(map(len, files.optims)) if files.optims else 1)
         if max(pp, tp, dp) > _MAX_RANKS or pp * tp * dp > _MAX_RANKS:
             raise IntegrityError(f"{model.key} records {pp} x {tp} x {dp} ranks")
-        wanted = dp if files.zero3 or model.param_shapes is not None else None
+        wanted = dp if files.zero3 or (model.param_shapes is not None and optimizer) else None
         check_world(files, pp * tp, wanted, optims=others is None)
         if others is None:
             _check_layers(files, model)

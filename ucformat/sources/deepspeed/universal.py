@@ -14,7 +14,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData
+from ucformat.errors import IntegrityError, MissingData, option_text
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.deepspeed.atoms import Atom, atom_names, read_atoms, take_apart
@@ -58,9 +58,9 @@ class OpenUniversal:
         prefix = f"{tag}/" if tag else ""
         names = [info.key.removeprefix(prefix) for info in store.list(tag)]
         keys = atom_names(prefix, names)
-        self._optimizer = f"{prefix}{_OPTIMIZER}" if _OPTIMIZER in names else None
+        self._optimizer = f"{prefix}{_OPTIMIZER}" if _OPTIMIZER in names and how.optimizer else None
         files = list_files(store, tag, universal=True)
-        self._check_finished(prefix, names, files)
+        self._check_finished(prefix, names, files, optimizer=how.optimizer)
         self._degrees, self._stages, not_stored = _read_models(store, files, how)
         contents = self._add_weights(how, keys)
         self._add_atoms(keys, how, contents)
@@ -99,13 +99,14 @@ class OpenUniversal:
             if key != self._latest:
                 yield from TorchZip(self.store, key).records()
 
-    def _check_finished(self, prefix: str, names: list[str], files: TagFiles) -> None:
+    def _check_finished(self, prefix: str, names: list[str], files: TagFiles, *, optimizer: bool) -> None:
         """Check that the model states, which are copied last, exist, unless a Hugging Face model was converted."""
         if files.models:
-            if self._optimizer is None:
+            if self._optimizer is None and optimizer:
                 raise MissingData(
                     f"{prefix}{_OPTIMIZER} is missing: the conversion did not finish, or the file was lost",
-                    hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat",
+                    hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat; for the "
+                    f"weights and their fp32 copies alone: {option_text('optimizer')}",
                 )
             return
         if self._optimizer is not None or not ("source.txt" in names or files.latest):
@@ -153,10 +154,12 @@ class OpenUniversal:
             if len(held) == 1 and held[0].bare and Key(name, "weight") in contents.infos:
                 continue  # never had a gradient, so the converter took the weight
             for atom in held:
+                if not how.optimizer and atom.state != "master":
+                    continue
                 if atom.value is None and Key(name, atom.state) not in contents.infos:
                     contents.add(name, atom.state, atom.dtype, atom.shape, atom.locate)
         together: list[Iterable[str]] = [*groups] or [atoms]
-        for names in together:
+        for names in together if how.optimizer else ():
             _check_alike({name: atoms[name] for name in names if name in atoms})
         state = TorchFile(self.store, self._optimizer, allow=how.allow) if self._optimizer else None
         self._zero = 3 if self._stages and self._stages[0][0].stage == 3 else None
@@ -165,7 +168,8 @@ class OpenUniversal:
             self._zero = stage_of(value.get("zero_stage", 1))
             self._add_groups(state, value, contents)
             contents.keep_scalars(state, {k: v for k, v in value.items() if k not in _LAID_OUT})
-        self._add_plain(atoms, contents)
+        if how.optimizer:
+            self._add_plain(atoms, contents)
 
     def _add_groups(self, file: TorchFile, value: dict[str, Any], contents: TensorIndex) -> None:
         """The optimizer's groups, by the names of `param_shapes`; under ZeRO 3 also the states of no dims (`step`).

@@ -56,9 +56,9 @@ class HuggingFace(Source):
 
         infos = root_files(store)
         found = classify(infos, store.url)
-        given = {
-            n: getattr(self.options, n) for n, f in options_of(self).items() if n not in ("allow", "groups", "part")
-        }
+        own = ("allow", "groups", "part", "optimizer")
+        given = {n: getattr(self.options, n) for n in options_of(self) if n not in own}
         inner = {name: value for name, value in given.items() if value is not None}
         groups = groups_by_optimizer(self.options.groups)
-        return OpenHuggingFace(store, found, infos, EngineOptions(self.options.allow, groups, inner))
+        how = EngineOptions(self.options.allow, groups, inner, self.options.optimizer)
+        return OpenHuggingFace(store, found, infos, how)

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsupportedError, UsageError
+from ucformat.errors import (
+    IntegrityError,
+    MissingData,
+    NotACheckpoint,
+    NotFound,
+    UcformatError,
+    UnsupportedError,
+    UsageError,
+    option_text,
+)
 from ucformat.sources.base import with_options
 from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
@@ -108,11 +117,13 @@ class EngineOptions:
         allow: further packages whose pickled classes become inert stand-ins.
         groups: the parameter names of each group, by the name of an optimizer (`optimizer`, `optimizer_1`).
         values: all other options, by name.
+        optimizer: whether to read optimizers.
     """
 
     allow: tuple[str, ...] = ()
     groups: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: bool = True
 
     def for_optimizer(self, optimizer: str) -> dict[str, Any]:
         """The options for the checkpoint that contains an optimizer.
@@ -162,8 +173,12 @@ def open_engine(
     """
     engine = Engine()
     if found.deepspeed:
-        _add_source(with_options(DeepSpeed(), options.for_optimizer("optimizer")).open(store), "", engine, contents)
-        engine.described = _engine_name(engine.sources[0])
+        source = _open_deepspeed(store, found, options)
+        if source is None:
+            _add_whole(store, found, infos, engine, contents, options)
+        else:
+            _add_source(source, "", engine, contents)
+            engine.described = _engine_name(source)
     elif found.fsdp_models:
         _add_fsdp(store, found, engine, contents, options)
     elif options.values:
@@ -175,6 +190,23 @@ def open_engine(
     else:
         _add_whole(store, found, infos, engine, contents, options)
     return engine
+
+
+def _open_deepspeed(store: Store, found: FolderFiles, options: EngineOptions) -> OpenSource | None:
+    """DeepSpeed's checkpoint; None if it is missing, and the weights beside it suffice."""
+    given = {**options.for_optimizer("optimizer"), **({} if options.optimizer else {"optimizer": False})}
+    try:
+        return with_options(DeepSpeed(), given).open(store)
+    except NotFound as error:
+        if not found.models or isinstance(error, NotACheckpoint):
+            raise
+        if options.optimizer:
+            raise NotFound(
+                error.message,
+                hint="it was moved or deleted, or the save did not finish; for the weights in "
+                f"{found.models[min(found.models)][0]}: {option_text('optimizer')}",
+            ) from error
+        return None
 
 
 def _engine_name(source: OpenSource) -> dict[str, str]:
@@ -201,7 +233,7 @@ def _add_source(source: OpenSource, prefix: str, engine: Engine, contents: Tenso
 def _add_fsdp(store: Store, found: FolderFiles, engine: Engine, contents: TensorIndex, options: EngineOptions) -> None:
     """Add FSDP's sharded state dicts: folders of PyTorch DCP, one for each model and each optimizer."""
     several = len(found.fsdp_models) > 1
-    for folders in (found.fsdp_models, found.fsdp_optimizers):
+    for folders in (found.fsdp_models, found.fsdp_optimizers if options.optimizer else {}):
         for number, folder in sorted(folders.items()):
             inner = options.for_optimizer(_optimizer_path(number))
             if folders is found.fsdp_models:  # without optimizers
@@ -227,7 +259,8 @@ def _add_whole(
 ) -> None:
     """Add models and optimizers that are each in files of their own."""
     models = {n: [f] for n, f in found.fsdp_whole.items()} or found.models
-    _check_complete(found, models)
+    optimizers = found.optimizers if options.optimizer else {}
+    _check_complete(found, models, optimizer=options.optimizer)
     modules = []
     for number, names in sorted(models.items()):
         prefix = _prefix(number) if len(models) > 1 else ""
@@ -245,7 +278,7 @@ def _add_whole(
         modules.append(Module.of(tensors, prefix, ordered=ordered, main=len(models) == 1))
     engine.unchecked = [f for f in engine.files if f.endswith(".safetensors")]
     unnamed = []
-    for number, key in found.optimizers.items():
+    for number, key in optimizers.items():
         path = _optimizer_path(number)
         file = TorchFile(store, key, allow=options.allow)
         if not _add_optimizer(file, path, modules, contents, options.groups.get(path)):
@@ -258,19 +291,21 @@ def _add_whole(
         engine.described = {"engine": "fsdp"}
 
 
-def _check_complete(found: FolderFiles, models: Mapping[int, Any]) -> None:
-    """MissingData if models, optimizers or schedulers, which are numbered alike, are missing."""
-    for kind, numbers in (("model", models), ("optimizer", found.optimizers)):
+def _check_complete(found: FolderFiles, models: Mapping[int, Any], *, optimizer: bool) -> None:
+    """MissingData if models or, if they are to be read, optimizers are missing, which are numbered like schedulers."""
+    for kind, numbers in (("model", models), *([("optimizer", found.optimizers)] if optimizer else [])):
         if lost := sorted(set(range(max(numbers, default=-1) + 1)) - set(numbers)):
             raise MissingData(f"the {kind} number {lost[0]} is missing, and number {max(numbers)} is there", hint=_HINT)
     if not models:
         raise MissingData(f"{next(iter(found.optimizers.values()))} is there, and no file of a model", hint=_HINT)
+    if not optimizer:
+        return
     schedulers = [int(m[1] or 0) for name in found.values if (m := re.fullmatch(r"scheduler(?:_(\d+))?", name))]
     if len(found.optimizers) <= max(schedulers, default=-1):
         raise MissingData(
             f"the optimizer of scheduler number {max(schedulers)} is missing: {len(found.optimizers)} optimizers are "
             "there",
-            hint=_HINT,
+            hint=f"copy all files of the folder again; for the weights alone: {option_text('optimizer')}",
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ucformat.errors import NotACheckpoint, UcformatError, UnsupportedError
 from ucformat.sources.base import Source
 from ucformat.sources.megatron.arguments import MegatronOptions
-from ucformat.sources.megatron.folder import backend_of, built_by_megatron, find_place, is_marker
+from ucformat.sources.megatron.folder import RANK_FOLDER, backend_of, built_by_megatron, find_place, is_marker
 
 if TYPE_CHECKING:
     from ucformat.sources.megatron.classic import OpenClassic
@@ -31,6 +31,11 @@ class Megatron(Source):
     def is_marker(self, name: str) -> bool:
         """Whether a folder with a file of this name is a Megatron checkpoint."""
         return is_marker(name)
+
+    def marked_folder(self, folder: str) -> str:
+        """The folder of an iteration, above those of its ranks."""
+        above, _, name = folder.rpartition("/")
+        return above if RANK_FOLDER.fullmatch(name) else folder
 
     def find(self, store: Store) -> bool:
         """Whether the folder has Megatron's tracker, its `metadata.json`, or files of its ranks."""

@@ -17,11 +17,22 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["CONFIG", "MODEL", "TRACKER", "MegatronFolder", "backend_of", "built_by_megatron", "find_place", "is_marker"]
+__all__ = [
+    "CONFIG",
+    "MODEL",
+    "RANK_FOLDER",
+    "TRACKER",
+    "MegatronFolder",
+    "backend_of",
+    "built_by_megatron",
+    "find_place",
+    "is_marker",
+]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "metadata.json"  # of a distributed checkpoint
 MODEL = re.compile(r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?/(model_optim_rng|model_rng)\.pt")
+RANK_FOLDER = re.compile(r"mp_rank_\d{1,6}(_\d{1,6}){0,2}")
 
 _ITERATION = re.compile(r"iter_\d{7,}|release")
 _MAX_KEYS = 10_000

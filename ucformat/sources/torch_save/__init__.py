@@ -24,12 +24,20 @@ _INDEX = ".bin.index.json"
 
 _MAX_PROBED = 10  # files whose first bytes are read to recognise a folder
 _MAX_NAMED = 10
+_HEAD = 256  # bytes of a file that are read to recognise it
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
+_INNER = re.compile(r"\.(pt|pth|ckpt|bin)[-._]")  # an ending with more behind it: `model.pt.rank0`
+_ITEMS = ".distcp"  # several archives, one after another
+_PROGRAMS = (".pt", ".pth", ".pth.tar")
+_ODD = (".pkl", ".tar", ".model", ".state", ".weights", ".chkpt", ".torch")  # endings that people give to such files
 _MODEL = re.compile(r"pytorch_model(-\d{5,}-of-\d{5,})?\.bin|adapter_model\.bin|consolidated\.\d+\.pth")
 _RANK_FILE = re.compile(r"consolidated\.(\d+)\.pth")
 _OTHER_FILE = re.compile(
-    r"(training_args|optimizer|distrib_optim|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict)[_\d]*\.\w+"
+    r"(training_args|optimizer|distrib_optim|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict|"
+    r"custom_checkpoint)[_\d]*\.\w+"
 )
+_ATOM = re.compile(r"(fp32|exp_avg|exp_avg_sq|step|optimizer_state)\.pt")  # of DeepSpeed's universal format
+_PICKLE = re.compile(rb"[^/]+/data\.pkl")
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
@@ -54,8 +62,10 @@ class TorchSave(Source):
     options: TorchSaveOptions
 
     def is_marker(self, name: str) -> bool:
-        """Whether the file is named as a model's."""
-        return _is_marker(name)
+        """Whether the file is named as a model's, or as a checkpoint of some program."""
+        if _is_named_as_model(name):
+            return True
+        return name.endswith(_PROGRAMS) and not (_OTHER_FILE.fullmatch(name) or _ATOM.fullmatch(name))
 
     def find(self, store: Store) -> bool:
         """Whether the folder has a file of torch.save; reads the first bytes of files whose names allow it."""
@@ -72,7 +82,7 @@ class TorchSave(Source):
 
     def find_file(self, store: Store, key: str) -> bool:
         """Whether the file begins as torch's files do, or is named as a model's."""
-        return _looks_like_torch_save(store, key)
+        return not key.endswith(_ITEMS) and _looks_like_torch_save(store, key)
 
     def open_file(self, store: Store, key: str) -> OpenTorchSave:
         """Open a single file, or an index with its shards."""
@@ -83,25 +93,35 @@ class TorchSave(Source):
         return OpenTorchSave(store, [] if index else [key], index, self.options.allow, groups, (), folder=key)
 
 
-def _is_marker(name: str) -> bool:
+def _is_named_as_model(name: str) -> bool:
     """Whether the file is named as a model's."""
     return _MODEL.fullmatch(name) is not None or name.endswith((_INDEX, ".ckpt"))
 
 
 def _looks_like_torch_save(store: Store, key: str) -> bool:
     """Whether a file begins as torch's do, or is named as a model's."""
-    if not key.endswith((*_SUFFIXES, _INDEX)):
-        return False
-    if _is_marker(key):
+    if _is_named_as_model(key):
         return True
-    return store.read(key, 0, min(len(_LEGACY), store.info(key).size)).startswith((_ZIP, _LEGACY))
+    head = store.read(key, 0, min(_HEAD, store.info(key).size))
+    if head.startswith(_LEGACY):
+        return True
+    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]  # the name of an archive's first file
+    return head.startswith(_ZIP) and (key.endswith(_SUFFIXES) or _PICKLE.fullmatch(first) is not None)
 
 
 def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None) -> Iterator[str]:
     """The files of a folder that may be its checkpoint, the most likely first; checks at most `most` of them."""
-    own = [n for n in names if "/" not in n and n.endswith((*_SUFFIXES, _INDEX)) and not _OTHER_FILE.fullmatch(n)]
+    here = [n for n in names if "/" not in n and not _OTHER_FILE.fullmatch(n)]
+    own = [n for n in here if n.endswith((*_SUFFIXES, _INDEX))]
     likely = sorted(own, key=lambda n: (not n.endswith(_INDEX), not _MODEL.fullmatch(n), n))
-    return (n for n in likely[:most] if n.endswith(_INDEX) or _looks_like_torch_save(store, n))
+    found = 0
+    for name in likely[:most]:
+        if name.endswith(_INDEX) or _looks_like_torch_save(store, name):
+            found += 1
+            yield name
+    if not found:
+        plain = [n for n in here if "." not in n or n.endswith(_ODD) or _INNER.search(n)]
+        yield from (n for n in sorted(plain)[:_MAX_PROBED] if _looks_like_torch_save(store, n))
 
 
 def choose_files(names: Sequence[str], url: str) -> FileSet:
