@@ -14,7 +14,7 @@ from ucformat.format.digest import document_digest
 from ucformat.format.universal import Universal, describe, index_tensors
 from ucformat.geometry.tensor import Key
 from ucformat.reading.garbage import gc_paused
-from ucformat.reading.readable import LazyValues
+from ucformat.reading.readable import LazyValues, unreadable_error
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.settings import allowed_roots
 from ucformat.storage.base import exists
@@ -195,6 +195,26 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return MappingProxyType(self._infos)
 
     @property
+    def unreadable(self) -> Mapping[Key, str]:
+        """Tensors of a foreign checkpoint that cannot be read, such as those of an unknown dtype, with the reason."""
+        return MappingProxyType(dict(self.metadata.unreadable))
+
+    def check_readable(self, states: Iterable[str] | None = None, matches: Callable[[str], bool] | None = None) -> None:
+        """Check that all tensors can be read.
+
+        Args:
+            states: only of these states (None: all).
+            matches: only those whose name it accepts (None: all).
+
+        Raises:
+            UnsupportedError: one of them cannot be read.
+        """
+        chosen = None if states is None else set(states)
+        wrong = {k: why for k, why in self.metadata.unreadable.items() if chosen is None or k.state in chosen}
+        if wrong := {k: why for k, why in wrong.items() if matches is None or matches(k.name)}:
+            raise unreadable_error(wrong, self.url)
+
+    @property
     def aliases(self) -> Mapping[str, str]:
         """Tied tensors: further name -> name under which it is stored."""
         return self.metadata.aliases
@@ -292,6 +312,10 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def __getitem__(self, key: str | tuple[str, str]) -> Tensor:
         name, state = key if isinstance(key, tuple) else (key, None)
+        for one in (state,) if state is not None else ("weight", "master"):
+            refused = Key(self.aliases.get(name, name), one)
+            if refused in self.metadata.unreadable and refused not in self._infos:
+                raise unreadable_error({refused: self.metadata.unreadable[refused]}, self.url)
         stored = self._stored(name)
         states = self._states[stored]
         if state is None:
@@ -312,7 +336,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def __contains__(self, key: object) -> bool:
         try:
             self[key]  # type: ignore[index]
-        except (TensorNotFound, TypeError, ValueError):
+        except (TensorNotFound, UnsupportedError, TypeError, ValueError):
             return False
         return True
 

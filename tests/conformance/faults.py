@@ -89,7 +89,7 @@ def of_arrays(flat: Files) -> Faults:
         "newer-version-other-members": ("upgrade", "version 2, in which nothing else need be as it was",
                                         edit(lambda m: (m.clear(), m.update(format="ucformat", version=2, tensors=5)))),
         "newer-feature": ("upgrade", "a feature that version 1 has not, with members of another type", edit(lambda m: m.update(requires=["delta"], tensors=5))),
-        "newer-dtype": ("upgrade", "a dtype that version 1 has not", kind(dtype="float6")),
+        "newer-dtype": ("upgrade", "a dtype that version 1 has not", kind(dtype="float5")),
         "newer-lineage": ("upgrade", "a kind of lineage that version 1 has not", edit(lambda m: m.update(lineage=[{"kind": "distill", "url": "x"}]))),
         "newer-digest": ("upgrade", "a kind of digest that version 1 has not", row("digest", "blake3:" + "0" * 64)),
         "digest-spelled-wrong": ("damaged", "a digest of too few digits", row("digest", "xxh3:00")),

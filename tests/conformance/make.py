@@ -35,7 +35,7 @@ from ucformat.format.digest import bytes_digest, own_digest, tensor_digest, with
 from ucformat.format.shard import write_shard
 from ucformat.format.structure import manifest_bytes
 from ucformat.geometry.tensor import Key, Piece
-from ucformat.reading.dtypes import numpy_dtype
+from ucformat.reading.dtypes import dtype_name, numpy_dtype
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import Manifest, SidecarDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable, quoted
@@ -99,18 +99,29 @@ def facts(**more: Any) -> dict[str, Any]:
     return {"id": "0" * 32, "attempt": ATTEMPT, "created": CREATED, "aliases": {"tied": "a"}, "step": 3, **more}
 
 
-def made_of_arrays() -> Files:
+def of_every_dtype() -> Arrays:
+    """A tensor of each dtype, of random bits."""
+    return {(dtype, "weight"): random_array((3, 4), dtype, seed) for seed, dtype in enumerate(ITEMSIZE)}
+
+
+def made_of_arrays(tensors: Arrays | None = None) -> Files:
     """Arrays, in several shards of several chunks, some of them padded."""
-    source, store = (MemoryStore(f"conformance-{uuid4().hex}") for _ in range(2))
+    if tensors is not None:
+        return _files(Checkpoint(FakeSource.write(MemoryStore(f"conformance-{uuid4().hex}"), tensors)), {"aliases": {}})
+    source = MemoryStore(f"conformance-{uuid4().hex}")
     with source.create("vocab.txt") as out:
         out.write(b"a\nb\n")
-    opened = Checkpoint(FakeSource.write(source, arrays(), objects=OBJECTS, assets=("vocab.txt",)))
+    return _files(Checkpoint(FakeSource.write(source, arrays(), objects=OBJECTS, assets=("vocab.txt",))), {})
+
+
+def _files(opened: Checkpoint, more: dict[str, Any]) -> Files:
+    store = MemoryStore(f"conformance-{uuid4().hex}")
     ck = ucformat.convert(opened, store, chunk_bytes=16, shard_bytes=64)
     files = {i.key: store.read(i.key) for i in store.list() if i.key.split("/")[0] in ("data", "objects", "assets")}
     text = ck.manifest.model_dump_json().replace(ck.manifest.attempt, ATTEMPT)
     made = Manifest.model_validate_json(text).model_copy(
         update={
-            **facts(),
+            **facts(**more),
             "created": Manifest.model_validate(facts(tensors=NOTHING)).created,
             "lineage": (),
             "verified": None,
@@ -390,6 +401,15 @@ def ranges_of(values: dict[str, list[Any]]) -> list[bytes]:
     return [json.dumps(dict(zip(values, of_rank, strict=True)), ensure_ascii=False).encode() for of_rank in ranks]
 
 
+def expected_of(tensors: Arrays) -> dict[str, Any]:
+    """What a reader must give of these tensors, and nothing else."""
+    listed = [
+        {"name": n, "state": s, "dtype": dtype_name(a.dtype), "shape": list(a.shape), "sha256": hashlib.sha256(a.tobytes()).hexdigest()}
+        for (n, s), a in tensors.items()
+    ]  # fmt: skip
+    return {"tensors": listed, "aliases": {}, "objects": {}, "per_rank": {}, "assets": {}}
+
+
 def expected(**more: Any) -> dict[str, Any]:
     """What a reader must give."""
     listed = [
@@ -452,6 +472,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "unknown": ("unknown members, an unknown state", edited(renamed, unknown), tomorrow),
         "spelled-out": ("a table of tensors that is longer than it need be", edited(flat, spelled_out), all_of_it),
         "strays": ("files that a reader ignores, a tombstone beside a manifest among them", {**flat, **strays}, all_of_it),
+        "dtypes": ("a tensor of every dtype", made_of_arrays(of_every_dtype()), expected_of(of_every_dtype())),
         "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "per_rank": {}, "assets": {}}),
         "virtual": ("files elsewhere", virtual_files(), expected(roots=["sources"], modified=MODIFIED)),
     }  # fmt: skip
@@ -507,7 +528,8 @@ def vectors() -> dict[str, Any]:
          "document": array_json(Key(name, "weight"), dtype, Grid(shape, chunk, shard, ITEMSIZE[dtype])).decode()}
         for name, dtype, shape, chunk, shard in (
             ("ü", "float32", (3,), (2,), (4,)), ('"\\/\b\f\n\r\t\x01\x7f😀', "int8", (), (), ()),
-            ("c", "complex64", (0, 3), (1, 3), (1, 3)),
+            ("c", "complex64", (0, 3), (1, 3), (1, 3)), ("x2", "float4_e2m1fn_x2", (3,), (2,), (4,)),
+            ("half", "complex32", (3,), (2,), (4,)),
         )
     ]  # fmt: skip
     document = b'{\n "format": "x"\n}'

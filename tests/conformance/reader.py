@@ -50,6 +50,12 @@ class Refused(Exception):
 SIZES = {"bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "bfloat16": 2, "complex64": 8, "complex128": 16}
 SIZES |= {f"{kind}{n}": n // 8 for kind in ("int", "uint") for n in (8, 16, 32, 64)}
 SIZES |= {f"float{n}": n // 8 for n in (16, 32, 64)}
+OTHERS = {f"float8_{kind}": 1 for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")}
+OTHERS |= {f"float6_{kind}{how}": 1 for kind in ("e2m3fn", "e3m2fn") for how in ("", "_packed")}
+OTHERS |= {"float4_e2m1fn": 1, "float4_e2m1fn_x2": 1, "complex32": 4, "bcomplex32": 4}
+OTHERS |= {f"{kind}{n}": 1 for kind in ("int", "uint") for n in range(1, 8)}
+OTHERS |= {"bits8": 1, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1, "bits16": 2}
+SIZES |= OTHERS
 KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quantize")
 FARTHEST, NONE = 1 << 60, "xxh3:" + 32 * "0"
 

@@ -13,7 +13,7 @@ from tests.fakes import ODD, FakeSource, random_array
 from tests.sources.suite import kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.exporters.orbax import _chunk_shape, _grid
+from ucformat.exporters.orbax import OrbaxExporter, _chunk_shape, _grid
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.jobs.convert import convert
 from ucformat.jobs.export import export, plan_export
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.fakes import Arrays
 
-ALL: Arrays = ODD | {(f"m.{name}", "weight"): random_array((3, 5), name) for name in ITEMSIZE}
+ALL: Arrays = ODD | {(f"m.{name}", "weight"): random_array((3, 5), name) for name in OrbaxExporter.dtypes}
 ALL["padded", "weight"] = random_array((20, 37), "float32")  # whose chunks do not divide the last dim
 
 

@@ -64,7 +64,7 @@ def test_mutated_files(data: bytes) -> None:
 
 _OFFSETS = (*HOSTILE, [0, 24], [-1, 23], [24, 0], [8, 32], [0, 2**63], [2**64, 2**64 + 24], [24, 32], [0.0, 24.0])
 _SHAPES = (*_OFFSETS, [2**31, 2**32], [2**62, 4], [0, 2**63 - 1], [1] * 64, [1] * 65, [-2, -3], [0, -1], [True, 6])
-_DTYPES = ("F16", "I64", "F8_E8M0", "F4", "F6_E2M3", "f32", "BOOL", "C64")
+_DTYPES = ("F16", "I64", "F8_E8M0", "F4", "F6_E2M3", "F9", "f32", "BOOL", "C64")
 
 
 @given(changed(HEADER, values=(*_SHAPES, *_DTYPES)), st.sampled_from((0, 33, 64)))

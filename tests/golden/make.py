@@ -30,7 +30,7 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.reading.dtypes import dtype_name
-from ucformat.schema import ITEMSIZE
+from ucformat.schema import ZARR_DTYPES
 from ucformat.schema.manifest import FORMAT_VERSION, GroupDoc, Manifest, SidecarDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.local import LocalStore
@@ -59,7 +59,7 @@ TENSORS: list[tuple[str, str, str, tuple[int, ...]]] = [
     ("experts", "scale", "float8_e5m2", (3, 1)),
     ("square", "weight", "float64", (16, 16)),
     ("empty", "weight", "int64", (0, 4)),
-    *((f"dtypes.{d}", "weight", d, (3, 5)) for d in ITEMSIZE),
+    *((f"dtypes.{d}", "weight", d, (3, 5)) for d in ZARR_DTYPES),
     *((n, "weight", "int32", (2, 3)) for n in ("../../x", "a", "a/b", "zarr.json", "c", "n" * 300, "Case", "case")),
     *((n, "weight", "uint8", (5,)) for n in ("__x", "", "ü/ß", ".hidden", "a\0b", "~")),
 ]

@@ -25,13 +25,13 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.sources.safetensors import Safetensors
-from ucformat.sources.safetensors.opened import DTYPES, parse_header, read_header
+from ucformat.sources.safetensors.opened import DTYPES, PACKED, parse_header, read_header
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-DTYPE_NAMES = [name for name in DTYPES.values() if name != "bool"]
+DTYPE_NAMES = [name for name in DTYPES.values() if name != "bool" and name not in PACKED]
 
 
 def arrays(names: dict[str, tuple[int, ...]], dtype: str = "float32") -> dict[str, np.ndarray[Any, Any]]:
@@ -287,11 +287,31 @@ class TestTheHeader:
         with pytest.raises(IntegrityError, match="'a' is used twice"):
             parsed(b"{" + one + b"," + one + b"}")
 
-    @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0", "F8_E4M3FNUZ", "f32", "", None, {}])
-    def test_an_unknown_dtype_is_refused_by_name(self, dtype: Any) -> None:
-        with pytest.raises(UnsupportedError, match="which ucformat does not know") as error:
+    @pytest.mark.parametrize("dtype", ["F9_E4M4", "F4_E2M1", "f32", ""])
+    def test_an_unknown_dtype_makes_only_its_tensor_unreadable(self, dtype: str) -> None:
+        header = parsed(json.dumps({"a": entry(dtype)}).encode())
+        assert not header.tensors
+        assert header.unreadable == {"a": f"has the dtype {dtype!r}, which ucformat does not know"}
+
+    @pytest.mark.parametrize("dtype", [None, {}, 3])
+    def test_a_dtype_that_is_no_text(self, dtype: Any) -> None:
+        with pytest.raises(IntegrityError, match="data type"):
             parsed(json.dumps({"a": entry(dtype)}).encode())
-        assert repr(dtype) in error.value.message
+
+    @pytest.mark.parametrize(
+        ("dtype", "shape", "nbytes", "ours"),
+        [("F4", (2, 8), 8, (2, 4)), ("F6_E2M3", (2, 8), 12, (2, 6)), ("F6_E3M2", (4,), 3, (3,)), ("F4", (2,), 1, (1,))],
+    )
+    def test_values_that_share_bytes(self, dtype: str, shape: Any, nbytes: int, ours: tuple[int, ...]) -> None:
+        text = json.dumps({"a": entry(dtype, shape, (0, nbytes))}).encode()
+        assert parse_header(text, 8 + len(text) + nbytes, "f").tensors["a"].shape == ours
+
+    @pytest.mark.parametrize(
+        ("dtype", "shape", "nbytes"), [("F4", (4, 3), 6), ("F6_E2M3", (2, 2), 3), ("F6_E3M2", (4, 1), 3)]
+    )
+    def test_rows_that_begin_within_a_byte(self, dtype: str, shape: Any, nbytes: int) -> None:
+        text = json.dumps({"a": entry(dtype, shape, (0, nbytes))}).encode()
+        assert "rows do not begin at whole bytes" in parse_header(text, 8 + len(text) + nbytes, "f").unreadable["a"]
 
     def test_padding_and_empty_tensors(self) -> None:
         header = {"e": entry(shape=(0, 1 << 40), offsets=(8, 8)), "a": entry(), "f": entry(shape=(0,), offsets=(0, 0))}
@@ -346,7 +366,7 @@ def test_arbitrary_bytes(data: bytes) -> None:
     st.dictionaries(
         st.text(max_size=3) | st.just("__metadata__"),
         st.fixed_dictionaries({
-            "dtype": st.sampled_from([*DTYPES, "F4"]),
+            "dtype": st.sampled_from([*DTYPES, "F9"]),
             "shape": st.lists(st.integers(-1, 4) | st.integers(), max_size=3),
             "data_offsets": st.lists(st.integers(-1, 40), min_size=1, max_size=3),
         })

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
-from ucformat.schema import ITEMSIZE
+from ucformat.schema import ITEMSIZE, TORCH_SAVE_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -183,6 +183,7 @@ class Exporter(ABC):
         title: the name of the format in messages.
         weights_only: whether the format has a place for one tensor of each name: its weight, or its master where only
             that is stored.
+        dtypes: those that the format has.
         endings: the endings of file names, in lower case, if the format is a single file, or may be one. A destination
             with such a name is the file itself, and its name becomes the option `name`.
         options_type: the dataclass of its options.
@@ -192,6 +193,7 @@ class Exporter(ABC):
     kind: ClassVar[str]
     title: ClassVar[str]
     weights_only: bool = False
+    dtypes: ClassVar[Collection[str]] = TORCH_SAVE_DTYPES
     endings: ClassVar[tuple[str, ...]] = ()
     options_type: ClassVar[type[ExportOptions]] = ExportOptions
     options: Any

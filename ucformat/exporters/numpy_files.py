@@ -15,6 +15,7 @@ from urllib.parse import quote
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.exporters.base import Exporter, ExportOptions, Span, Target, TargetFile, left_out, option
 from ucformat.exporters.zip_file import ZipArchive
+from ucformat.schema import ITEMSIZE, ZARR_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ _ENDING = ".npy"
 _INDEX = "index.json"
 _MAX_FILE_NAME = 255  # bytes, on most file systems
 _MAX_DIMS = 64  # of NumPy 2
-_RAW = {1: "uint8", 2: "uint16"}
+_RAW = {1: "uint8", 2: "uint16", 4: "uint32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,9 @@ class NpyOptions(ExportOptions):
     """The options of `NpyExporter`."""
 
     raw: bool = option(
-        default=False, how="flag", text="write bfloat16 and float8 as unsigned integers with the same bits"
+        default=False,
+        how="flag",
+        text="write dtypes that NumPy lacks (bfloat16, float8, …) as unsigned integers with the same bits",
     )
 
 
@@ -57,6 +60,7 @@ class NpzExporter(Exporter):
     kind = "npz"
     title = "NumPy (npz)"
     weights_only = True
+    dtypes = ITEMSIZE
     endings = (".npz",)
     options_type = NpzOptions
 
@@ -84,6 +88,7 @@ class NpyExporter(Exporter):
     kind = "npy"
     title = "NumPy (npy)"
     weights_only = True
+    dtypes = ITEMSIZE
     options_type = NpyOptions
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
@@ -122,11 +127,11 @@ def _header(info: TensorInfo, *, raw: bool) -> bytes:
     """What comes before the elements of a tensor in a file."""
     import numpy as np  # which the options do not need
 
-    unknown = info.dtype.startswith(("bfloat", "float8"))  # even if ml_dtypes, which registers them, is loaded
+    unknown = info.dtype not in ZARR_DTYPES or info.dtype.startswith(("bfloat", "float8"))  # those of ml_dtypes
     if unknown and not raw:
         raise UnsupportedError(
             f"{info.key} has the dtype {info.dtype}, which NumPy does not have",
-            hint="cast it (--cast float32), or write its bits as unsigned integers (--raw)",
+            hint="write its bits as unsigned integers (--raw); or, of floating point, cast it (--cast float32)",
         )
     if len(info.shape) > _MAX_DIMS:
         raise UnsupportedError(f"{info.key} has {len(info.shape)} dims, and NumPy has at most {_MAX_DIMS}")

@@ -19,8 +19,9 @@ from ucformat.exporters.base import Exporter, ExportOptions, Span, Target, Targe
 from ucformat.exporters.ocdbt import Located, make_tree
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
-from ucformat.schema import ITEMSIZE
+from ucformat.schema import ITEMSIZE, ZARR_DTYPES
 from ucformat.sources.orbax.folder import CHECKPOINT, MANIFEST, TREE
+from ucformat.sources.zarr.array import ML_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -112,6 +113,7 @@ class OrbaxExporter(Exporter):
     kind = "orbax"
     title = "Orbax"
     options_type = OrbaxOptions
+    dtypes = (*ZARR_DTYPES, *ML_DTYPES)
 
     def target(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """See Exporter."""
@@ -163,7 +165,7 @@ def _dtypes() -> dict[str, str]:
     from ucformat.sources.zarr.array import V2_DTYPES
 
     names = {name: f"{'|' if ITEMSIZE[name] == 1 else '<'}{code}" for code, name in V2_DTYPES.items()}
-    return names | {name: name for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}  # as TensorStore spells them
+    return names | {name: name for name in ML_DTYPES}
 
 
 def _check_names(leaves: Sequence[Leaf]) -> None:

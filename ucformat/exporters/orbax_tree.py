@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.reading.dtypes import dtype_name
 from ucformat.reading.readable import path_from_json
+from ucformat.schema import ZARR_DTYPES
 from ucformat.sources.orbax.tree import NAMES, tensor_keys
 from ucformat.sources.values import from_json, is_special, plain_form
+from ucformat.sources.zarr.array import ML_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -143,7 +146,9 @@ class _Values:
         if isinstance(value, dict) and set(value) <= {"$tensor", "$float"}:
             value = from_json(value)
         if isinstance(value, np.ndarray):
-            return Leaf(path, kind or "np.ndarray", Array(value.dtype.name, value.shape, value.tobytes()))
+            if dtype_name(value.dtype) not in (*ZARR_DTYPES, *ML_DTYPES):
+                return None
+            return Leaf(path, kind or "np.ndarray", Array(dtype_name(value.dtype), value.shape, value.tobytes()))
         if type(value) is bool:
             return Leaf(path, "scalar", Array("bool", (), bytes([value])))
         if isinstance(value, float) or (type(value) is int and -(1 << 63) <= value < 1 << 63):

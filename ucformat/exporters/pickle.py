@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ucformat.errors import UnsupportedError
 from ucformat.geometry.box import row_major
+from ucformat.schema import TORCH_SAVE_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -100,7 +101,7 @@ ALLOWED = {
     Global("torch", "Size"),
     Global("torch", "device"),
     *(Global("torch", name) for name in _STORAGES.values()),
-    *(Global("torch", name) for name in (*_STORAGES, "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")),
+    *(Global("torch", name) for name in TORCH_SAVE_DTYPES),
 }
 
 

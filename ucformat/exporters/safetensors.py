@@ -26,7 +26,7 @@ from ucformat.exporters.base import (
 )
 from ucformat.reading.readable import PART_OF
 from ucformat.sources.model_files import find_assets
-from ucformat.sources.safetensors.opened import DTYPES
+from ucformat.sources.safetensors.opened import DTYPES, PACKED
 from ucformat.storage.base import Info
 from ucformat.storage.url import open_store
 
@@ -86,6 +86,7 @@ class SafetensorsExporter(Exporter):
     kind = "safetensors"
     title = "safetensors (Hugging Face)"
     weights_only = True
+    dtypes = _NAMES
     endings = (_ENDING,)
     options_type = SafetensorsOptions
 
@@ -212,6 +213,18 @@ def files_of(
         yield TargetFile.of(f"{name}.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n", last=True)
 
 
+def _shape(info: TensorInfo) -> list[int]:
+    """The shape in the header, which counts values that are packed one by one."""
+    values, elements = PACKED.get(info.dtype, (1, 1))
+    if values > 1 and (not info.shape or info.shape[-1] % elements):
+        raise UnsupportedError(
+            f"{info.key} is {info.dtype} of shape {list(info.shape)}, and safetensors has only rows of whole groups "
+            f"of {elements}",
+            hint="leave the tensor out by a view with `drop` (--view)",
+        )
+    return [*info.shape[:-1], info.shape[-1] * values // elements] if values > 1 else list(info.shape)
+
+
 def _shards(infos: Sequence[TensorInfo], most: int) -> Iterator[list[TensorInfo]]:
     """The tensors of each file, in order."""
     shard: list[TensorInfo] = []
@@ -246,7 +259,7 @@ def header_of(tensors: Sequence[tuple[str, TensorInfo]], about: Mapping[str, str
         if name == "__metadata__":
             raise UnsupportedError("safetensors has no tensor of the name '__metadata__'", hint="rename it by a view")
         offsets = [at, at + info.nbytes]
-        entries[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": offsets}
+        entries[name] = {"dtype": _NAMES[info.dtype], "shape": _shape(info), "data_offsets": offsets}
         at = offsets[1]
     data = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     data += b" " * (-len(data) % _ALIGN)

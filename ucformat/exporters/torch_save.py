@@ -70,7 +70,9 @@ def _tensor(info: TensorInfo) -> SavedTensor:
 
 
 def _array(array: NDArray[Any]) -> SavedTensor:
-    storage = Storage(Span(array.dtype.name, array.size, ()), array.tobytes())
+    from ucformat.reading.dtypes import dtype_name  # with NumPy, which the options do not need
+
+    storage = Storage(Span(dtype_name(array.dtype), array.size, ()), array.tobytes())
     return SavedTensor(storage, array.shape)
 
 

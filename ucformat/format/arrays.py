@@ -12,7 +12,7 @@ from ucformat.errors import UnsupportedError
 from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid
 from ucformat.format.digest import bytes_digest, tensor_digest
 from ucformat.geometry.tensor import Key
-from ucformat.schema import ITEMSIZE
+from ucformat.schema import ITEMSIZE, ZARR_DTYPES
 from ucformat.schema.manifest import FileDoc, GridDoc
 from ucformat.schema.tensors import TensorDoc, quoted
 
@@ -94,11 +94,15 @@ def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
 
     Args:
         key: the tensor's name and state.
-        dtype: its dtype, which Zarr calls by the same name.
+        dtype: its dtype. If Zarr has none of the name, the array is one of unsigned integers with the same bits.
         grid: its chunk and shard grids.
     """
-    attributes = json.dumps({"ucformat": {"name": key.name, "state": key.state}}, indent=1).replace("\n", "\n ")
+    attributes = json.dumps(_attributes(key, dtype), indent=1).replace("\n", "\n ")
     return f"{_until_attributes(dtype, grid)}{attributes}\n}}".encode()
+
+
+def _attributes(key: Key, dtype: str) -> dict[str, Any]:
+    return {"ucformat": {"name": key.name, "state": key.state} | ({} if dtype in ZARR_DTYPES else {"dtype": dtype})}
 
 
 @lru_cache(256)
@@ -122,13 +126,13 @@ def _document(
     codecs: Sequence[Mapping[str, Any]],
     attributes: Mapping[str, Any],
 ) -> dict[str, Any]:
-    from ucformat.reading.dtypes import fill_value  # here, so that reading a manifest does not import NumPy
+    from ucformat.reading.dtypes import fill_value, zarr_dtype  # here, so that reading a manifest does not import NumPy
 
     return {
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(shape),
-        "data_type": dtype,
+        "data_type": zarr_dtype(dtype),
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill_value(dtype),
@@ -152,8 +156,8 @@ def chunked_array_json(info: TensorInfo, chunk: tuple[int, ...]) -> bytes:
         info: the tensor.
         chunk: the edges of a chunk, in elements.
     """
-    attributes = {"ucformat": {"name": info.name, "state": info.state}}
-    document = _document(info.dtype, info.shape, chunk, [_bytes_codec(info.dtype)], attributes)
+    codecs = [_bytes_codec(info.dtype)]
+    document = _document(info.dtype, info.shape, chunk, codecs, _attributes(info.key, info.dtype))
     before = [info.shape[:d].count(n) for d, n in enumerate(info.shape)]
     names = [f"size_{n}_{k + 1}" if k else f"size_{n}" for n, k in zip(info.shape, before, strict=True)]
     return json.dumps(document | {"dimension_names": names}).encode()

@@ -209,6 +209,7 @@ def _check_weights(source: Checkpoint, infos: Sequence[TensorInfo], weights: str
 
 
 def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo]:
+    source.check_readable(states)
     infos = [i for i in source.tensors.values() if states is None or i.state in states]
     unknown = set(states or ()) - {i.state for i in infos}
     if unknown:

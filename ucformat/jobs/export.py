@@ -17,7 +17,7 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import NotACheckpoint, NotFinished, UcformatError, UsageError
+from ucformat.errors import NotACheckpoint, NotFinished, UcformatError, UnsupportedError, UsageError
 from ucformat.exporters import EXPORTERS, make_exporter
 from ucformat.exporters.base import weights_of
 from ucformat.jobs.batches import How, record_all
@@ -29,7 +29,7 @@ from ucformat.jobs.run import workers_for
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.readable import PART_OF
 from ucformat.references import open_reference
-from ucformat.schema import FLOATS
+from ucformat.schema import CASTABLE, NUMBERS
 from ucformat.storage.url import as_strings, open_store
 from ucformat.storage.watched import find_watched
 
@@ -248,10 +248,17 @@ def _prepared(
         keys = [info.key for info in infos]
         source = source.view(narrowed) if narrowed else source
         infos = [source.tensors[key] for key in keys]
+    for info in infos:
+        if info.dtype not in exporter.dtypes:
+            raise UnsupportedError(
+                f"{info.key} has the dtype {info.dtype}, which {exporter.title} does not have",
+                hint="leave the tensor out by a view with `drop` (--view); floating-point values can be cast (--cast)",
+            )
     return source, infos, exporter
 
 
 def _chosen(source: Checkpoint, states: Sequence[str] | None, exporter: Exporter) -> list[TensorInfo]:
+    source.check_readable(("weight", "master") if states is None and exporter.weights_only else states)
     found = [i for i in source.metadata.tensor_list.placed().tensors if states is None or i.state in states]
     unknown = set(states or ()) - {i.state for i in found}
     if unknown:
@@ -305,11 +312,11 @@ def _listed(names: Sequence[str]) -> str:
 
 def _cast_steps(infos: Sequence[TensorInfo], aliases: Mapping[str, str], dtype: str) -> list[dict[str, Any]]:
     """The steps of a view that casts floating-point tensors; tied names are tied to what is cast."""
-    if dtype not in FLOATS or dtype.startswith("complex"):
-        raise UsageError(f"tensors are not cast to {dtype!r}", hint="float32, bfloat16, float16, float64 or float8_…")
+    if dtype not in CASTABLE:
+        raise UsageError(f"tensors are not cast to {dtype!r}", hint=f"they are to {', '.join(sorted(CASTABLE))}")
     names: dict[str, list[str]] = {}
     for info in infos:
-        if info.dtype in FLOATS and info.dtype != dtype and not info.dtype.startswith("complex"):
+        if info.dtype in NUMBERS and info.dtype != dtype:
             names.setdefault(info.state, []).append(f"/{re.escape(info.name)}/")
     steps = [{"cast": found, "states": [state], "dtype": dtype} for state, found in names.items()]
     if not steps or not aliases:

@@ -267,6 +267,9 @@ def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[Check]:
     records = list(source.records())
     in_records = {r.file for r in records}  # their bytes are counted there
     named: set[str] = set()
+    for key, why in source.metadata.unreadable.items():
+        unread = [Problem(ck.home, f"was not verified: it {why}", *key)]
+        yield Check(0, lambda w=unread: (b"", w))  # type: ignore[misc]
     for stored in source.metadata.tensor_list.tensors:
         for key in source.metadata.means.get(stored.key, (stored.key,)):
             info = TensorInfo(*key, stored.dtype, stored.shape)

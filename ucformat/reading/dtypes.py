@@ -1,30 +1,52 @@
-"""NumPy dtypes for the names in `schema.tensors`; bfloat16 and float8 come from `ml_dtypes`."""
+"""NumPy dtypes for the names in `schema`.
+
+Those of `ml_dtypes` are used where it has one of the name. Of other dtypes an element is an unsigned integer with its
+bits, or a signed one for the integers that PyTorch stores in a byte; NumPy's dtype then has the name as metadata.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from ucformat.errors import UsageError
-from ucformat.schema import FLOATS, ITEMSIZE
+from ucformat.schema import FLOATS, ITEMSIZE, ZARR_DTYPES
 
-__all__ = ["dtype_name", "fill_value", "numpy_dtype"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-_EXTRA = {n: np.dtype(getattr(ml_dtypes, n)) for n in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
+__all__ = ["dtype_name", "fill_value", "numpy_dtype", "zarr_dtype"]
+
+_METADATA = "ucformat"
+
+
+def _numpy_dtype(name: str, itemsize: int) -> np.dtype[np.generic]:
+    if name in ZARR_DTYPES and hasattr(np, name):
+        return np.dtype(name).newbyteorder("<")
+    if hasattr(ml_dtypes, name):
+        return np.dtype(getattr(ml_dtypes, name))
+    kind = "i" if name.startswith("int") else "u"
+    bits: np.dtype[np.generic] = np.dtype(f"<{kind}{itemsize}", metadata={_METADATA: name})
+    return bits
+
+
+_NUMPY_DTYPES = {name: _numpy_dtype(name, itemsize) for name, itemsize in ITEMSIZE.items()}
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
     """The little-endian NumPy dtype of a name.
 
     Args:
-        name: a name of `schema.tensors`.
+        name: a name of `schema`.
 
     Raises:
         UsageError: the name is unknown.
     """
     if name not in ITEMSIZE:
         raise UsageError(f"unknown dtype {name!r}", hint=f"known are {', '.join(ITEMSIZE)}")
-    return _EXTRA[name] if name in _EXTRA else np.dtype(name).newbyteorder("<")
+    return _NUMPY_DTYPES[name]
 
 
 def dtype_name(dtype: np.dtype[np.generic] | type) -> str:
@@ -36,18 +58,31 @@ def dtype_name(dtype: np.dtype[np.generic] | type) -> str:
     Raises:
         UsageError: ucformat cannot store the dtype.
     """
-    name = np.dtype(dtype).name
+    of_numpy = np.dtype(dtype)
+    metadata: Mapping[str, Any] = of_numpy.metadata or {}
+    name: str = metadata.get(_METADATA, of_numpy.name)
     if name not in ITEMSIZE:
         raise UsageError(f"ucformat cannot store the dtype {name!r}", hint=f"known are {', '.join(ITEMSIZE)}")
     return name
+
+
+def zarr_dtype(name: str) -> str:
+    """Zarr's `data_type`: the dtype, or if Zarr has none of the name the unsigned integer of the same size.
+
+    Args:
+        name: a name of `schema`.
+    """
+    return name if name in ZARR_DTYPES else f"uint{8 * ITEMSIZE[name]}"
 
 
 def fill_value(name: str) -> object:
     """Zarr's `fill_value` in JSON: NaN if the dtype has it, so that no reader takes missing data for zeros.
 
     Args:
-        name: a name of `schema.tensors`.
+        name: a name of `schema`.
     """
+    if name not in ZARR_DTYPES:
+        return 0
     if name.startswith("complex"):
         return ["NaN", "NaN"]
     if name in FLOATS:

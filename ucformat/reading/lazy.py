@@ -66,7 +66,7 @@ class Tensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The NumPy dtype, or that of `ml_dtypes` for bfloat16 and float8."""
+        """The dtype of NumPy or `ml_dtypes`; of dtypes that neither has, that of integers with the same bits."""
         return numpy_dtype(self.info.dtype)
 
     @property

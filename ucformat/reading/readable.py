@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+
+from ucformat.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +34,7 @@ __all__ = [
     "json_key",
     "path_from_json",
     "path_to_json",
+    "unreadable_error",
 ]
 
 K = TypeVar("K")
@@ -188,6 +192,8 @@ class CheckpointMetadata:
     means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
     save_id: str = ""  # the writer's unique id of the save, if it has one
     folder: str = ""  # the checkpoint's folder or file if the store's root is above it
+    #: Tensors that a foreign checkpoint has and that cannot be read, with the reason. They are not in the tensor list.
+    unreadable: Mapping[Key, str] = field(default_factory=dict)
 
     @property
     def part_of(self) -> str:
@@ -201,6 +207,22 @@ class CheckpointMetadata:
             changes: new values by the name of the field.
         """
         return CheckpointMetadata(**{f.name: getattr(self, f.name) for f in fields(CheckpointMetadata)} | changes)
+
+
+def unreadable_error(tensors: Mapping[Key, str], url: str) -> UnsupportedError:
+    """The error for tensors that were asked for and that cannot be read.
+
+    Args:
+        tensors: the reason of each, at least of one.
+        url: the location of the checkpoint.
+    """
+    (key, reason), *others = tensors.items()
+    more = f"; and so do {len(others)} more of its tensors, which are not read either" if others else ""
+    return UnsupportedError(
+        f"{url}: {key} {reason}{more}",
+        hint=f"to leave out a tensor, open the checkpoint with the view `drop: [{json.dumps(key.name)}]` (--view, "
+        "docs/view.md); `ucp show` lists those that cannot be read",
+    )
 
 
 @dataclass(frozen=True, slots=True)

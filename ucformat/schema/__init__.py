@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["FLOATS", "ITEMSIZE"]
+__all__ = ["CASTABLE", "FLOATS", "ITEMSIZE", "NUMBERS", "TORCH_NUMBERS", "TORCH_SAVE_DTYPES", "ZARR_DTYPES"]
 
-#: Bytes of one element, by the name of the dtype, which is that of Zarr v3 and TensorStore.
-ITEMSIZE: dict[str, int] = {
+#: The dtypes that Zarr v3 readers know, under the names of Zarr v3 and TensorStore.
+ZARR_DTYPES: dict[str, int] = {
     "bool": 1,
     "int8": 1,
     "int16": 2,
@@ -25,4 +25,36 @@ ITEMSIZE: dict[str, int] = {
     "complex128": 16,
 }
 
-FLOATS = frozenset(n for n in ITEMSIZE if n.startswith(("float", "bfloat", "complex")))
+#: Bytes of one element, by the name of the dtype: that of Zarr, PyTorch or ml_dtypes. Several values that their owner
+#: packs into bytes are one element (docs/spec.md, section 5).
+ITEMSIZE: dict[str, int] = {
+    **ZARR_DTYPES,
+    **dict.fromkeys(("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"), 1),
+    "float4_e2m1fn_x2": 1,
+    **dict.fromkeys(("float6_e2m3fn_packed", "float6_e3m2fn_packed"), 1),
+    **{f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)},
+    **dict.fromkeys(("complex32", "bcomplex32"), 4),
+    **dict.fromkeys(("bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
+    "bits16": 2,
+}
+
+#: The dtypes that torch.save writes; PyTorch has the integers of fewer than 8 bits, too, but no files of them.
+TORCH_SAVE_DTYPES = frozenset(
+    [
+        *ZARR_DTYPES,
+        *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "complex32"),
+        *(name for name in ITEMSIZE if name.startswith("bits")),
+    ]
+)
+
+FLOATS = frozenset(n for n in ITEMSIZE if n.startswith(("float", "bfloat", "complex", "bcomplex")))
+
+#: The floats, real ones, of which an element is one number.
+NUMBERS = frozenset(n for n in FLOATS if "complex" not in n and not n.endswith(("_x2", "_packed")))
+
+#: The dtypes of which PyTorch casts tensors.
+TORCH_NUMBERS = {n for n in TORCH_SAVE_DTYPES if not n.startswith("bits") and not n.endswith("_x2")}
+
+#: The floats that tensors are cast to and averaged in: those that represent zero, signs and overflow.
+CASTABLE = NUMBERS & ZARR_DTYPES.keys()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from ucformat.schema import ITEMSIZE
+from ucformat.schema import CASTABLE
 
 __all__ = ["STEPS", "Count", "Index", "Indices", "Labelled", "Names", "Select", "Step", "Take", "Text", "Written"]
 
@@ -158,7 +158,7 @@ class Cast(Written):
 
     cast: Names = Field(description=_NAMES)
     states: list[Text] = Field([], description=_STATES)
-    dtype: str = Field(description="A floating-point dtype.", json_schema_extra={"enum": [*sorted(ITEMSIZE)]})
+    dtype: str = Field(description="A floating-point dtype.", json_schema_extra={"enum": [*sorted(CASTABLE)]})
 
 
 class Mean(Written):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, TensorNotFound
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
+from ucformat.reading.readable import unreadable_error
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     #: Finds the extents of a tensor: at least those that overlap a box of it (None: all).
     Locate = Callable[[Box | None], Iterator[Extent]]
 
-__all__ = ["Group", "Locate", "PrefixedSource", "TensorIndex", "unknown_tensor"]
+__all__ = ["Group", "Locate", "PrefixedSource", "TensorIndex", "unknown_dtype", "unknown_tensor"]
 
 
 @dataclass(slots=True)
@@ -55,6 +58,17 @@ def unknown_tensor(key: Key, known: Iterable[Key], url: str) -> TensorNotFound:
     )
 
 
+def unknown_dtype(dtype: str) -> str:
+    """Why a tensor is unreadable: it has a dtype that `schema` lacks.
+
+    Args:
+        dtype: the dtype as the file spells it.
+    """
+    if dtype.startswith(("qint", "quint")):
+        return f"is a quantized tensor ({dtype}), of which ucformat does not read scale and zero point"
+    return f"has the dtype {reprlib.repr(dtype)}, which ucformat does not know"
+
+
 @dataclass(slots=True)
 class TensorIndex:
     """The tensors of a checkpoint by key, each with a function that finds its extents."""
@@ -64,6 +78,7 @@ class TensorIndex:
     groups: list[Group] = field(default_factory=list)
     paths: dict[Key, tuple[StatePath, ...]] = field(default_factory=dict)  # as in CheckpointMetadata
     places: list[Place | None] = field(default_factory=list)  # likewise
+    unreadable: dict[Key, str] = field(default_factory=dict)  # as in CheckpointMetadata
     optimizer: dict[str, Any] = field(default_factory=dict)  # other values of the optimizer's file, as JSON
     taken: dict[str, int] = field(default_factory=dict)  # name -> the last suffix that made a name unique: `name~2`
 
@@ -73,14 +88,17 @@ class TensorIndex:
         Args:
             name: the name.
             state: the state: `weight`, or an optimizer state.
-            dtype: the data type, by its name in `schema.tensors`.
+            dtype: the data type. If `schema` lacks it, the tensor is `unreadable`.
             shape: the shape.
             locate: finds its extents.
 
         Raises:
             IntegrityError: the index has this name and state already.
         """
-        self.put(TensorInfo(name, state, dtype, shape), locate)
+        if dtype not in ITEMSIZE:
+            self.refuse(Key(name, state), unknown_dtype(dtype))
+        else:
+            self.put(TensorInfo(name, state, dtype, shape), locate)
 
     def put(self, info: TensorInfo, locate: Locate) -> None:
         """Add a tensor.
@@ -93,10 +111,27 @@ class TensorIndex:
             IntegrityError: the index has this name and state already.
         """
         key = info.key
-        if key in self.infos:
-            raise IntegrityError(f"the checkpoint has two tensors {key}")
+        self._check_new(key)
         self.infos[key], self.locate[key] = info, locate
         self.taken.setdefault(info.name, 1)
+
+    def refuse(self, key: Key, reason: str) -> None:
+        """Add a tensor that cannot be read.
+
+        Args:
+            key: its name and state.
+            reason: why not, to follow its name: `has the dtype …`.
+
+        Raises:
+            IntegrityError: the index has this name and state already.
+        """
+        self._check_new(key)
+        self.unreadable[key] = reason
+        self.taken.setdefault(key.name, 1)
+
+    def _check_new(self, key: Key) -> None:
+        if key in self.infos or key in self.unreadable:
+            raise IntegrityError(f"the checkpoint has two tensors {key}")
 
     def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
         """Add a tensor that is stored whole in a file of torch.save.
@@ -149,6 +184,8 @@ class TensorIndex:
             TensorNotFound: the index has no such tensor.
         """
         locate = self.locate.get(key)
+        if key in self.unreadable:
+            raise unreadable_error({key: self.unreadable[key]}, url)
         if locate is None:
             raise unknown_tensor(key, self.infos, url)
         return locate(within)

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SMALL",
     "all_equal",
+    "array_dtype_text",
     "from_json",
     "is_flattened",
     "is_special",
@@ -86,7 +87,6 @@ _MAX_NODES = 5_000_000
 _MAX_SHARED = 100_000  # items of repeated containers: a few lists that share others expand to any number of items
 _MAX_BYTES = 1 << 30  # of all bytes and tensors together
 _MAX_PATH = 4096  # characters of a path
-_REGISTERED = 2  # `isbuiltin` of a dtype that another package has registered: `ml_dtypes`
 _MAX_BITS = 1 << 13  # bits of an integer: Python's JSON parser stops at 4300 digits
 
 
@@ -206,8 +206,10 @@ class _Encoder:
         return _plain(value, path)
 
     def tensor(self, value: StoredTensor, path: str) -> Any:
-        if value.nbytes > self.small and self.spill:
+        if (value.nbytes > self.small or value.dtype not in ITEMSIZE) and self.spill:
             return {"$ref": self.spill(path, value)}
+        if value.dtype not in ITEMSIZE:
+            raise UnsupportedError(f"{path} is stored as {value.dtype}, which ucformat does not read")
         if value.nbytes > self.small or self.read is None:
             raise UnsupportedError(f"{path} is a tensor where a plain value is expected")
         self.weigh(value.nbytes, path)
@@ -262,9 +264,26 @@ def _array(value: NdArray, *, exact: bool) -> Any:
     except ValueError as error:
         raise IntegrityError(f"the checkpoint has an invalid NumPy array: {error}") from error
     if not exact and dtype.name in ITEMSIZE:
-        return _tensor(dtype.name, value.shape, array.astype(dtype.newbyteorder("<")).tobytes())
-    text = dtype.name if dtype.name in ITEMSIZE and dtype.isbuiltin == _REGISTERED else dtype.str
-    return {"$class": "numpy.ndarray", "$args": [text, list(value.shape)], "$items": _plain(array.tobytes(), "")}
+        from ucformat.reading.dtypes import dtype_name
+
+        little = array.astype(dtype.newbyteorder("<")).tobytes()
+        return _tensor(dtype_name(dtype), value.shape, little)
+    args = [array_dtype_text(dtype), list(value.shape)]
+    return {"$class": "numpy.ndarray", "$args": args, "$items": _plain(array.tobytes(), "")}
+
+
+def array_dtype_text(dtype: Any) -> str:
+    """The name of a NumPy dtype, as `numpy_dtype` takes it.
+
+    Args:
+        dtype: the dtype.
+    """
+    import numpy as np
+
+    from ucformat.reading.dtypes import dtype_name
+
+    name = dtype_name(dtype) if dtype.name in ITEMSIZE else ""
+    return name if name and not hasattr(np, name) else str(dtype.str)
 
 
 def numpy_dtype(text: str) -> Any:
@@ -276,11 +295,12 @@ def numpy_dtype(text: str) -> Any:
     Raises:
         IntegrityError: there is no such dtype, or its elements are objects or have fields.
     """
-    import ml_dtypes
     import numpy as np
 
+    from ucformat.reading import dtypes
+
     try:
-        dtype = np.dtype(getattr(ml_dtypes, text) if text in ITEMSIZE and hasattr(ml_dtypes, text) else text)
+        dtype = dtypes.numpy_dtype(text) if text in ITEMSIZE else np.dtype(text)
     except (AttributeError, OverflowError, SyntaxError, TypeError, ValueError) as error:
         raise IntegrityError(f"the checkpoint has an invalid NumPy dtype: {error}") from error
     if dtype.hasobject or (dtype.kind == "V" and dtype.name not in ITEMSIZE):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import Box
-from ucformat.schema import ITEMSIZE
+from ucformat.schema import CASTABLE, NUMBERS
 from ucformat.views.picks import Picks, chosen
 from ucformat.views.table import Entry, Formula, compose, part_of, renamed
 
@@ -254,8 +254,8 @@ def cast(table: Table, name: str, entry: Entry, states: set[str], dtype: str) ->
     def change(view: View) -> View:
         if view.info.dtype == dtype:
             return view
-        for one in (view.info.dtype, dtype):
-            if one not in ITEMSIZE or "float" not in one:
+        for one, known in ((view.info.dtype, NUMBERS), (dtype, CASTABLE)):
+            if one not in known:
                 raise LayoutError(
                     f"{name} ({view.info.state}) is {view.info.dtype}, which is not cast to {dtype}",
                     hint="only floating-point values are",
@@ -282,7 +282,7 @@ def meaned(table: Table, name: str, members: Named) -> Entry:
 
     def join(views: Sequence[View]) -> View:
         info = replace(views[0].info, name=name)
-        if "float" not in info.dtype:
+        if info.dtype not in CASTABLE:
             raise LayoutError(
                 f"{members[0][0]} ({info.state}) is {info.dtype}: only floating-point values are averaged"
             )

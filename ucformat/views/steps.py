@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import LayoutError
 from ucformat.geometry.patterns import expand
 from ucformat.geometry.placement import compile_match
+from ucformat.geometry.tensor import Key
 from ucformat.schema import view as schema
 from ucformat.views.picks import chosen
 from ucformat.views.reshape import cast, fused, meaned, split, stacked, taken, transposed, trimmed, unstacked
@@ -22,12 +23,12 @@ from ucformat.views.table import Entry, renamed
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.schema.view import Labelled
     from ucformat.views.table import Table
 
-__all__ = ["Taken", "apply"]
+__all__ = ["Taken", "apply", "left_unreadable"]
 
 _FEW = 12  # numbers that an error lists
 
@@ -71,6 +72,39 @@ def _apply(table: Table, label: str, step: Any) -> Taken:
     took = tuple(n for n, e in before.items() if table.entries.get(n) is not e)
     made = tuple(n for n, e in table.entries.items() if before.get(n) is not e)
     return Taken(where, took, made)
+
+
+def left_unreadable(unreadable: Mapping[Key, str], steps: Sequence[Labelled]) -> dict[Key, str]:
+    """The tensors that cannot be read, after steps: some keep or drop them, others change their names or not at all.
+
+    Args:
+        unreadable: the reason of each.
+        steps: the steps.
+    """
+    left = dict(unreadable)
+    for _, step in steps:
+        match step:
+            case schema.Keep() | schema.Drop():
+                keep, states = isinstance(step, schema.Keep), _Names(step.states)
+                names = _Names(step.keep if isinstance(step, schema.Keep) else step.drop)
+                left = {
+                    key: why
+                    for key, why in left.items()
+                    if bool(names.find(key.name) and (not step.states or states.find(key.state))) is keep
+                }
+            case schema.Rename():
+                renames = _Names(step.rename)
+                left = {
+                    Key(expand(found, step.to), key.state) if (found := renames.find(key.name)) else key: why
+                    for key, why in left.items()
+                }
+            case schema.RenameStates():
+                renames = _Names(step.match)
+                left = {
+                    Key(key.name, step.rename_states.get(key.state, key.state)) if renames.find(key.name) else key: why
+                    for key, why in left.items()
+                }
+    return left
 
 
 class _Names:

@@ -17,7 +17,7 @@ from ucformat.storage.base import HIDDEN, Info, check_range
 from ucformat.storage.wrappers import SyntheticStore, WrappedStore
 from ucformat.views.gather import bytes_read, gather, in_order, is_scattered
 from ucformat.views.picks import clipped, mapped, source_box
-from ucformat.views.steps import apply
+from ucformat.views.steps import apply, left_unreadable
 from ucformat.views.table import Table
 
 if TYPE_CHECKING:
@@ -191,7 +191,9 @@ class Viewed:
             for key, f in table.formulas.items()
         }
         self.store: Store = ComputedStore(base.store, self._computed) if self._computed else base.store
-        self.metadata = _view_metadata(base.metadata, stored, aliases)
+        self.metadata = _view_metadata(base.metadata, stored, aliases).replace(
+            unreadable=left_unreadable(base.metadata.unreadable, self.steps)
+        )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
         """See Readable."""

@@ -131,10 +131,13 @@ def _read(tensor: Tensor, index: Index) -> NDArray[Any]:
 
 
 def _plain(array: NDArray[Any]) -> NDArray[Any]:
-    """Convert bfloat16 and float8 to float32, which represents all their values."""
+    """Convert values of `ml_dtypes` to those of a dtype of NumPy that represents all of them."""
     import numpy as np
 
-    return array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.name.startswith("float8") else array
+    name = array.dtype.name
+    if hasattr(np, name):
+        return array
+    return array.astype(np.complex64 if "complex" in name else np.float32 if "float" in name else np.int8)
 
 
 def _printed(array: NDArray[Any]) -> list[str]:
@@ -223,6 +226,8 @@ def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
 
     target = numpy_dtype(dtype)
     source = dtype_name(array.dtype)
+    for one in {dtype, source} - {target.name, array.dtype.name}:  # only the bits are known of its elements
+        raise UsageError(f"{source} is not cast to {dtype}", hint=f"elements of {one} are not single numbers")
     if _kind(dtype) < _kind(source):
         raise UsageError(
             f"casting {source} to {dtype} would lose more than precision", hint="cast it in your own program"
@@ -232,20 +237,22 @@ def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
 
 
 def _kind(dtype: str) -> int:
-    name = dtype.removeprefix("b") if dtype == "bfloat16" else dtype
+    name = dtype.removeprefix("b") if dtype.startswith(("bfloat", "bcomplex")) else dtype
     return next(i for i, kind in enumerate(_KINDS) if name.startswith(kind))
 
 
 def as_stored(array: NDArray[Any]) -> NDArray[Any]:
-    """View bfloat16 and float8 as the unsigned integers of their bits, since `.npy` files cannot hold them.
+    """View dtypes that NumPy lacks as the unsigned integers of their bits, since `.npy` files cannot hold them.
 
     Args:
         array: the array.
     """
+    import numpy as np
+
     from ucformat.reading.dtypes import dtype_name
 
-    nameless = dtype_name(array.dtype).startswith(("bfloat", "float8"))  # np.save would call these `|V2`, `|V1`, `<f1`
-    return array.view(f"<u{array.itemsize}") if nameless else array
+    known = hasattr(np, dtype_name(array.dtype))  # np.save would call the others `|V2`, `|V1`, `<f1`
+    return array if known else array.view(f"<u{array.itemsize}")
 
 
 def check_target(file: Path, *, force: bool) -> None:

@@ -139,6 +139,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "outdated": outdated(ck.viewed, ck.assets, ck.objects),
         "states": [],
         "total": {},
+        "unreadable": [{"name": k.name, "state": k.state, "reason": why} for k, why in ck.unreadable.items()],
         "aliases": dict(ck.aliases),
         "groups": [
             {"params": list(g["params"]), "options": {k: v for k, v in g.items() if k != "params"}}
@@ -168,6 +169,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "outdated": None,
         "states": [],
         "total": {},
+        "unreadable": None,
         "aliases": None,
         "groups": None,
         "objects": None,
@@ -279,6 +281,8 @@ def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
         options = [f"{k} {_value(v)}" for k, v in group["options"].items() if v is not None and v is not False]
         tensors = plural(len(group["params"]), "tensor")
         yield from field(f"group {i}", f"{tensors}: {', '.join(options)}" if options else tensors, width)
+    for one in s["unreadable"] or ():
+        yield from field("unreadable", f"{one['name']} ({one['state']}) {one['reason']}", width)
     for label in ("objects", "per_rank", "assets"):
         if s[label]:
             yield from field(label.replace("_", " "), ", ".join(s[label]), width)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ucformat.jobs.combine import formulas
 from ucformat.jobs.combine.thresholds import find_thresholds
-from ucformat.schema import FLOATS
+from ucformat.schema import CASTABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["METHODS", "REAL", "Average", "Dare", "Elementwise", "Method", "Operand", "Slerp", "TaskArithmetic", "Ties"]
 
 #: The dtypes that are combined; of others, all inputs must have the same values.
-REAL = frozenset(d for d in FLOATS if not d.startswith("complex"))
+REAL = CASTABLE
 
 
 @dataclass(frozen=True, slots=True)

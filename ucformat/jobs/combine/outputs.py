@@ -88,6 +88,7 @@ def _output(infos: Sequence[TensorInfo], cast: str | None) -> Output:
 
 def _chosen(ck: Checkpoint, states: Sequence[str] | None) -> dict[Key, TensorInfo]:
     """The tensors by name and state; by default the state is empty, since it may be another one in each input."""
+    ck.check_readable(("weight", "master") if states is None else states)
     if states is not None:
         return {key: info for key, info in ck.tensors.items() if key.state in states}
     out = {}

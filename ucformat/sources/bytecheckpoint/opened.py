@@ -58,6 +58,7 @@ class OpenByteCheckpoint(OpenDcp):
         groups, places, numbers = values.lazy_groups()
         return CheckpointMetadata(
             tensor_list=TensorList(infos, numbers),
+            unreadable=self.unreadable,
             groups=groups,
             places=places,
             objects=LazyMapping(lambda: _extra_states(self.store, folder)),

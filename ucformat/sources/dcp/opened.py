@@ -9,10 +9,11 @@ import numpy as np
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.tensor import TensorInfo, TensorList
-from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence, Place
+from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence, Place, unreadable_error
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.dcp.names import GROUPS, dotted, split_state
 from ucformat.sources.dcp.state import name_entries
-from ucformat.sources.index import Group, unknown_tensor
+from ucformat.sources.index import Group, unknown_dtype, unknown_tensor
 from ucformat.sources.pickle.stand_ins import OpaqueFile
 from ucformat.sources.values import from_json, json_key, packed, to_json
 
@@ -193,9 +194,10 @@ class OpenDcp:
             return _raw_groups(optimizer, self.items.values(optimizer.options))
 
         self.named = name_entries(meta, read_groups, groups, owners)
+        entries = {key: meta.tensors[fqn] for key, fqn in self.named.tensors.items()}
+        self.unreadable = {key: unknown_dtype(e.dtype) for key, e in entries.items() if e.dtype not in ITEMSIZE}
         self._infos = {
-            key: TensorInfo(*key, meta.tensors[fqn].dtype, meta.tensors[fqn].shape)
-            for key, fqn in self.named.tensors.items()
+            key: TensorInfo(*key, e.dtype, e.shape) for key, e in entries.items() if key not in self.unreadable
         }
         self.metadata = self._make_metadata(ItemValues(items, self.named), _by_name(self._infos))
 
@@ -208,7 +210,8 @@ class OpenDcp:
             groups=groups,
             places=places,
             objects=LazyMapping(values.objects),
-            paths={key: (_path(meta, fqn),) for key, fqn in self.named.tensors.items()},
+            paths={key: (_path(meta, fqn),) for key, fqn in self.named.tensors.items() if key in self._infos},
+            unreadable=self.unreadable,
             step=values.step(),
             engine={"name": "torch.distributed.checkpoint", "version": version if isinstance(version, str) else ""},
             files=(meta.file, *meta.files),
@@ -217,6 +220,8 @@ class OpenDcp:
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Find where the bytes of a tensor are stored; opens its items if they are not yet open."""
+        if key in self.unreadable:
+            raise unreadable_error({key: self.unreadable[key]}, self.store.url)
         if key not in self._infos:
             raise unknown_tensor(key, self._infos, self.store.url)
         return self.items.extents(self.named.tensors[key], self._infos[key], within)

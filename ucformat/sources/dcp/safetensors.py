@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
-from ucformat.geometry.tensor import Extent, TensorInfo
+from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.dcp.folder import INFO, SHARD
 from ucformat.sources.index import TensorIndex
@@ -22,7 +22,6 @@ from ucformat.sources.safetensors.opened import read_header
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ucformat.geometry.tensor import Key
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.safetensors.opened import Header
     from ucformat.storage.base import Store
@@ -42,10 +41,12 @@ class OpenShards:
         pieces: dict[str, list[tuple[Box, str, Extent | None]]] = {}
         dtypes: dict[str, str] = {}
         version = ""
+        self._contents = TensorIndex()
         for file in files:
             header = read_header(store, file)
             offsets = _offsets(header)
             version = header.metadata.get("DCP_VERSION", version)
+            self._contents.unreadable |= {Key(name, "weight"): why for name, why in header.unreadable.items()}
             for name, stored in header.tensors.items():
                 start = offsets.get(name)
                 if start is None or len(start) != len(stored.shape):
@@ -55,11 +56,12 @@ class OpenShards:
                 whole = next(iter(header.extents(name)), None)
                 extent = whole and Extent(whole.box.shift(start), file, whole.offset, whole.strides)
                 pieces.setdefault(name, []).append((Box(start, stored.shape), file, extent))
-        self._contents = TensorIndex()
         for name, found in pieces.items():
-            self._add(name, dtypes[name], found)
+            if Key(name, "weight") not in self._contents.unreadable:
+                self._add(name, dtypes[name], found)
         self.metadata = CheckpointMetadata(
             tensor_list=self._contents.tensor_list(),
+            unreadable=self._contents.unreadable,
             engine={"name": "torch.distributed.checkpoint", "version": version, "format": "safetensors"},
             files=tuple(files),
         )

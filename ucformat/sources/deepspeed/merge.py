@@ -51,6 +51,7 @@ class Merged:
             if key not in first.large:
                 self._add(key, slices, shapes[key.name], shardings[key.name])
         for of in slices:
+            self.contents.unreadable |= of.contents.unreadable
             for key in of.contents.large:
                 info = of.contents.infos[key]
                 self.contents.put(info, of.contents.locate[key])

@@ -62,6 +62,7 @@ class OpenDeepSpeed:
         first = stages[0][0]
         self.metadata = CheckpointMetadata(
             tensor_list=tensor_list(stages, contents),
+            unreadable=contents.unreadable,
             aliases={a: b for slices in stages for a, b in slices[0].aliases.items()},
             objects=objects,
             groups=tuple(group.json() for group in contents.groups),

@@ -77,6 +77,7 @@ class OpenUniversal:
         atoms = (key for states in keys.values() for key in states.values())
         self.metadata = CheckpointMetadata(
             tensor_list=tensor_list(self._stages, contents),
+            unreadable=contents.unreadable,
             aliases=self._aliases(),
             objects=objects,
             groups=tuple(group.json() for group in contents.groups),

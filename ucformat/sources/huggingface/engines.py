@@ -25,6 +25,7 @@ from ucformat.errors import (
     UsageError,
     option_text,
 )
+from ucformat.geometry.tensor import Key
 from ucformat.sources.base import with_options
 from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
@@ -219,6 +220,8 @@ def _add_source(source: OpenSource, prefix: str, engine: Engine, contents: Tenso
     metadata = source.metadata
     for info in metadata.tensor_list.tensors:
         contents.add(prefix + info.name, info.state, info.dtype, info.shape, partial(source.extents, info.key))
+    for key, why in metadata.unreadable.items():
+        contents.refuse(Key(prefix + key.name, key.state), why)
     engine.sources.append(source)
     engine.aliases |= {prefix + alias: prefix + name for alias, name in metadata.aliases.items()}
     engine.objects |= metadata.objects

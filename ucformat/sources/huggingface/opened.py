@@ -88,6 +88,7 @@ class OpenHuggingFace:
         assets = find_assets((i for i in infos.values()), files)
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
+            unreadable=self.contents.unreadable,
             aliases=engine.aliases,
             objects=objects,
             assets=assets,

@@ -81,6 +81,7 @@ class OpenClassic:
         paths = [f.file.key for f in files.values()] + [f.distrib.key for f in files.values() if f.distrib]
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
+            unreadable=self.contents.unreadable,
             aliases=self.aliases,
             objects=objects,
             groups=tuple(g.json() for g in self.contents.groups),
@@ -106,6 +107,7 @@ class OpenClassic:
         """All tensors: the parts of each parameter by tensor-parallel rank, and the ranks with copies of them."""
         holders: dict[Key, dict[int, list[_Rank]]] = {}
         for (t, _, _), rank in sorted(self._ranks.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):
+            self.contents.unreadable |= rank.contents.unreadable
             for key in rank.contents.infos:
                 holders.setdefault(key, {}).setdefault(t, []).append(rank)
         weights = [k for k in holders if k.state == "weight"]

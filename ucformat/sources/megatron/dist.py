@@ -80,6 +80,7 @@ class OpenDist:
         numbers = LazyMapping(lambda: {name: i for i, group in enumerate(groups) for name in group["params"]})
         self.metadata = CheckpointMetadata(
             tensor_list=TensorList(self.contents.tensor_list().tensors, numbers),
+            unreadable=self.contents.unreadable,
             groups=groups,
             objects=LazyMapping(guarded(self._objects)),
             aliases=self._aliases(),

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData
-from ucformat.geometry.tensor import TensorInfo, TensorList
-from ucformat.reading.readable import CheckpointMetadata, path_to_json
+from ucformat.geometry.tensor import Key, TensorInfo, TensorList
+from ucformat.reading.readable import CheckpointMetadata, path_to_json, unreadable_error
 from ucformat.sources.index import unknown_tensor
 from ucformat.sources.orbax.folder import CHECKPOINT, Step
 from ucformat.sources.orbax.tree import NAMES, Item, scalar_json, tensor_keys
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Key
+    from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.zarr.array import Array
     from ucformat.storage.base import Store
@@ -42,6 +42,7 @@ class OpenOrbax:
         several = len(step.trees) > 1
         items = [Item(store, name if several else "", at, step.sizes) for name, at in step.trees.items()]
         arrays = {path: array for item in items for path, array in item.arrays.items()}
+        unreadable = {path: why for item in items for path, why in item.unreadable.items()}
         scalars = {path: array for item in items for path, array in item.scalars.items()}
         filled = [
             array.path
@@ -58,6 +59,7 @@ class OpenOrbax:
         )
         self.store: Store = DecodedStore(store, self._chunks)
         keys = tensor_keys({path: array.shape for path, array in arrays.items()})
+        keys |= {path: Key(".".join(path), "weight") for path in unreadable}
         for item in items:
             keys |= item.noted_keys()
         _check_names(store, keys.values())
@@ -74,7 +76,13 @@ class OpenOrbax:
                 tuple(TensorInfo(*k, self._arrays[k].dtype, self._arrays[k].shape) for k in self._order())
             ),
             objects=objects,
-            paths={keys[i.path_of(leaf)]: (i.state_path(leaf),) for i in items for leaf in i.tree.arrays},
+            paths={
+                keys[i.path_of(leaf)]: (i.state_path(leaf),)
+                for i in items
+                for leaf in i.tree.arrays
+                if i.path_of(leaf) in arrays
+            },
+            unreadable={keys[path]: why for path, why in unreadable.items()},
             step=self._step(numbers, step),
             layout={"ocdbt": any(i.ocdbt for i in items), "zarr3": any(i.tree.zarr3 for i in items)},
             engine={"name": "orbax"},
@@ -143,6 +151,8 @@ class OpenOrbax:
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Find where the chunks of an array are stored."""
+        if key in self.metadata.unreadable:
+            raise unreadable_error({key: self.metadata.unreadable[key]}, self.store.url)
         if key not in self._arrays:
             raise unknown_tensor(key, self._arrays, self.store.url)
         return self._chunks.extents(self._arrays[key], within)

@@ -153,6 +153,7 @@ class Item:
     Attributes:
         tree: the leaves.
         arrays: the array of each leaf that is one.
+        unreadable: why an array of the leaves cannot be read.
         scalars: the array of each leaf that is a number.
         values: the location of each value in the item's folder, by its key in the store.
         ocdbt: whether the item is stored in OCDBT.
@@ -176,7 +177,13 @@ class Item:
             self.values = {self._below + k: v for k, v in read_ocdbt(store, folder, sizes).items()}
         first = tuple(part for part in name.split(".") if part)
         self._paths = {leaf: first if first and leaf.path == _UNNAMED else first + leaf.path for leaf in self._leaves()}
-        self.arrays = {self._paths[leaf]: self._array(leaf) for leaf in self.tree.arrays}
+        self.arrays: dict[tuple[str, ...], Array] = {}
+        self.unreadable: dict[tuple[str, ...], str] = {}
+        for leaf in self.tree.arrays:
+            try:
+                self.arrays[self._paths[leaf]] = self._array(leaf)
+            except UnsupportedError as error:
+                self.unreadable[self._paths[leaf]] = f"is not read: {error.message}"
         self.scalars = {self._paths[leaf]: self._array(leaf) for leaf in self.tree.scalars}
 
         self._first = first

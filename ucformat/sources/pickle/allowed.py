@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import re
 import reprlib
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,8 @@ def _tensor(
     if dtype is None:
         raise IntegrityError("a tensor without a dtype")
     shape, strides = sizes(shape, "shape"), sizes(strides, "strides")
+    if dtype not in ITEMSIZE:
+        return StoredTensor(storage.key, dtype, shape, strides, 0, 0)
     numel = storage.nbytes // ITEMSIZE[dtype]
     if type(offset) is not int or offset < 0 or not len(shape) == len(strides) <= _MAX_DIMS:
         raise IntegrityError(
@@ -111,6 +114,10 @@ def _rebuild_v3(
     if not isinstance(dtype, Dtype):
         raise IntegrityError(f"a tensor with the dtype {reprlib.repr(dtype)}")
     return _tensor(storage, offset, shape, strides, dtype.name, rest[0] if rest else None)
+
+
+def _rebuild_quantized(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StoredTensor:
+    return _tensor(storage, offset, shape, strides)
 
 
 def _parameter(data: Any, *_: Any) -> StoredTensor:
@@ -249,7 +256,14 @@ _SCALARS = (
 )
 TENSOR_CLASS = InertClass("torch.Tensor")
 
-_ALIASES = {"half": "float16", "float": "float32", "double": "float64", "cfloat": "complex64", "cdouble": "complex128"}
+_ALIASES = {
+    "chalf": "complex32",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+}
 _TORCH_DTYPES = {**{name: name for name in ITEMSIZE}, **_ALIASES}
 
 _STORAGES = {
@@ -265,8 +279,16 @@ _STORAGES = {
     "DoubleStorage": "float64",
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
+    "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32",
+    "QUInt8Storage": "quint8",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
     "UntypedStorage": None,
 }
+#: Names of dtypes in torch, of future versions too. Naming one has no effect, and calling it is refused.
+_DTYPE = re.compile(r"(q?u?int|b?float|b?complex|bits)\d{1,3}[a-z0-9_]{0,20}")
+_QUANTIZATION = re.compile(r"per_(tensor|channel)_(affine|symmetric|affine_float_qparams)")
 
 _BUILTINS: dict[str, Callable[..., Any]] = {
     "set": _set,
@@ -291,6 +313,7 @@ _GLOBALS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _rebuild,
     "torch._utils._rebuild_tensor_v2": _rebuild,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+    "torch._utils._rebuild_qtensor": _rebuild_quantized,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
@@ -345,6 +368,10 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = (), *, exact: bool 
         return Maker(whole, known[whole], hashes=whole.rpartition(".")[2] in _HASHING)
     if module == "torch" and name in _TORCH_DTYPES:
         return Dtype(_TORCH_DTYPES[name])
+    if module == "torch" and _DTYPE.fullmatch(name):
+        return Dtype(name)
+    if module == "torch" and _QUANTIZATION.fullmatch(name):
+        return InertClass(whole)
     if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGES:
         return StorageType(_STORAGES[name])
     if whole in (

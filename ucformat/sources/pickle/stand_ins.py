@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A torch dtype, by its name in `schema.tensors`."""
+    """A torch dtype by its name, which `schema` may lack: a tensor of such a dtype is not read."""
 
     name: str
 
@@ -54,7 +54,10 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file, not read: `offset` and `strides` count elements of its storage."""
+    """A tensor in a file, not read: `offset` and `strides` count elements of its storage.
+
+    One that cannot be read has a `dtype` that `schema` lacks.
+    """
 
     storage: str
     dtype: str
@@ -71,7 +74,7 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
-        return self.size * ITEMSIZE[self.dtype]
+        return self.size * ITEMSIZE.get(self.dtype, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,8 @@ class _Meaning:
         if not isinstance(kind, StorageType) or not isinstance(key, str) or type(numel) is not int or numel < 0:
             raise IntegrityError(f"its pickle refers to a storage by {reprlib.repr(identity)}")
         nbytes = self.storage_nbytes(key)
-        if numel * (ITEMSIZE[kind.dtype] if kind.dtype else 1) != nbytes:
+        unit = ITEMSIZE.get(kind.dtype) if kind.dtype else 1
+        if unit is not None and numel * unit != nbytes:
             raise IntegrityError(
                 f"the storage {key!r} should have {numel} elements of {kind.dtype}, but has {nbytes} bytes"
             )

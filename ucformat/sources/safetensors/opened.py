@@ -5,6 +5,9 @@ with `{` and may be padded with spaces; and the bytes of the tensors. An entry o
 `{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}`, with offsets from the end of the header to row-major
 little-endian elements; or `__metadata__`, an object with text values. Tensors leave no gaps and fill the file to its
 end. These rules, and the limit of 100 MB on N, are those of the safetensors library.
+
+Elements of less than a byte (F4, F6) are packed, and the header counts them one by one. In a tensor of ours an element
+is what PyTorch has as one, a pair of F4, or of F6, for which it has none, a byte.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Extent, TensorInfo
+from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.readable import PART_OF, CheckpointMetadata
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.index import TensorIndex
+from ucformat.sources.index import TensorIndex, unknown_dtype
 from ucformat.sources.model_files import check_index, check_shards, present_shards, read_weight_map
 from ucformat.sources.parts import part_by_shapes
 from ucformat.sources.values import to_json
@@ -30,11 +33,10 @@ from ucformat.storage.concurrency import map_io
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ucformat.geometry.tensor import Key
     from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
 
-__all__ = ["DTYPES", "Header", "OpenSafetensors", "parse_header", "read_header"]
+__all__ = ["DTYPES", "PACKED", "Header", "OpenSafetensors", "parse_header", "read_header"]
 
 _MAX_HEADER = 100_000_000
 _FIRST = 16 << 10  # bytes of the first read: most headers of small models fit
@@ -59,6 +61,19 @@ DTYPES: dict[str, str] = {
     "I64": "int64",
     "U64": "uint64",
     "C64": "complex64",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
+    "F6_E2M3": "float6_e2m3fn_packed",
+    "F6_E3M2": "float6_e3m2fn_packed",
+}
+
+#: Of dtypes with several values in a byte: how many values of the header are how many elements of ours.
+PACKED: dict[str, tuple[int, int]] = {
+    "float4_e2m1fn_x2": (2, 1),
+    "float6_e2m3fn_packed": (4, 3),
+    "float6_e3m2fn_packed": (4, 3),
 }
 
 
@@ -70,6 +85,7 @@ class Header:
     tensors: dict[str, TensorInfo]
     starts: dict[str, int]  # the first byte of each tensor in the file
     metadata: dict[str, str]
+    unreadable: dict[str, str]  # of tensors that cannot be read: the reason
 
     def extents(self, name: str, _within: Box | None = None) -> Iterator[Extent]:
         """Find the extent of a tensor; none if it has no elements.
@@ -92,7 +108,6 @@ def read_header(store: Store, key: str) -> Header:
 
     Raises:
         IntegrityError: the file is truncated, damaged, or not a safetensors file.
-        UnsupportedError: a tensor has an unknown data type.
     """
     size = store.info(key).size
     head = store.read(key, 0, min(size, _FIRST))
@@ -118,7 +133,6 @@ def parse_header(data: bytes, size: int, file: str) -> Header:
 
     Raises:
         IntegrityError: the header is damaged or does not match the size.
-        UnsupportedError: a tensor has an unknown data type.
     """
     if not data.startswith(b"{"):
         raise _damaged(file, f"begins with {data[:8]!r} and not with {{")
@@ -130,46 +144,56 @@ def parse_header(data: bytes, size: int, file: str) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _damaged(file, "has a __metadata__ with values that are not text")
     start = 8 + len(data)
-    parsed = {name: _tensor(name, entry, file) for name, entry in entries.items()}
-    header = Header(
-        file, {n: i for n, (i, _) in parsed.items()}, {n: start + o for n, (_, o) in parsed.items()}, metadata
-    )
-    _check_tiling(header, start, size)
+    header = Header(file, {}, {}, metadata, {})
+    ranges: dict[str, tuple[int, int]] = {}
+    for name, entry in entries.items():
+        found, begin, end = _tensor(name, entry, file)
+        if isinstance(found, TensorInfo):
+            header.tensors[name], header.starts[name] = found, start + begin
+        else:
+            header.unreadable[name] = found
+        ranges[name] = (start + begin, start + end)
+    _check_tiling(file, ranges, start, size)
     return header
 
 
-def _tensor(name: str, entry: Any, file: str) -> tuple[TensorInfo, int]:
-    """Parse one entry: the tensor, and where its bytes begin after the header."""
+def _tensor(name: str, entry: Any, file: str) -> tuple[TensorInfo | str, int, int]:
+    """Parse one entry: the tensor or why it cannot be read, and its range of bytes after the header."""
     shown = reprlib.repr(name)
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _damaged(file, f"has an entry {shown} without exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise UnsupportedError(
-            f"{file}: the tensor {shown} has the data type {reprlib.repr(dtype)}, which ucformat does not know",
-            hint=f"known are {', '.join(DTYPES)}",
-        )
+    if not isinstance(dtype, str):
+        raise _damaged(file, f"gives the tensor {shown} the data type {reprlib.repr(dtype)}")
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise _damaged(file, f"gives the tensor {shown} the shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
     begin, end = offsets
-    nbytes = math.prod(shape) * ITEMSIZE[DTYPES[dtype]]
-    if end - begin != nbytes:
+    if dtype not in DTYPES and end >= begin:
+        return unknown_dtype(dtype), begin, end
+    values, elements = PACKED.get(DTYPES.get(dtype, ""), (1, 1))
+    total = math.prod(shape) * elements
+    nbytes = total * ITEMSIZE[DTYPES[dtype]] // values if dtype in DTYPES else 0
+    if end - begin != nbytes or total % values:
         raise _damaged(
             file, f"gives the tensor {shown} {end - begin} bytes, but {dtype} of shape {reprlib.repr(shape)} takes "
             f"{reprlib.repr(nbytes)}"
         )  # fmt: skip
-    return TensorInfo(name, "weight", DTYPES[dtype], tuple(shape)), begin
+    if values > 1 and (not shape or shape[-1] % values):
+        return f"is {dtype} of shape {shape}, whose rows do not begin at whole bytes", begin, end
+    if values > 1:
+        shape = [*shape[:-1], shape[-1] * elements // values]
+    return TensorInfo(name, "weight", DTYPES[dtype], tuple(shape)), begin, end
 
 
-def _check_tiling(header: Header, start: int, size: int) -> None:
+def _check_tiling(file: str, ranges: dict[str, tuple[int, int]], start: int, size: int) -> None:
     """Check that the tensors are contiguous from the end of the header to the end of the file."""
-    at, last, file = start, "", header.file
-    for name, begin in sorted(header.starts.items(), key=lambda item: (item[1], header.tensors[item[0]].nbytes)):
+    at, last = start, ""
+    for name, (begin, end) in sorted(ranges.items(), key=lambda item: item[1]):
         if begin != at:
             problem = "overlaps" if begin < at else "leaves a gap after"
             before = f"the tensor {reprlib.repr(last)}" if last else "the header"
             raise _damaged(file, f"puts the tensor {reprlib.repr(name)} where it {problem} {before}")
-        at, last = at + header.tensors[name].nbytes, name
+        at, last = end, name
     if at != size:
         raise IntegrityError(
             f"{file} should have {at:,} bytes by its header, but has {size:,}",
@@ -222,7 +246,7 @@ class OpenSafetensors:
             keys = check_index(weight_map, index, present_shards(store, weight_map))
         headers = map_io(lambda key: read_header(store, key), keys)
         if index is not None:
-            check_shards(weight_map, index, {h.file: h.tensors for h in headers})
+            check_shards(weight_map, index, {h.file: [*h.tensors, *h.unreadable] for h in headers})
         for header in headers:
             _add(header, self.contents)
         objects = _metadata(headers)
@@ -239,6 +263,7 @@ class OpenSafetensors:
             engine={"name": "safetensors"},
             files=tuple(([index] if index else []) + keys),
             folder=folder,
+            unreadable=self.contents.unreadable,
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
@@ -257,9 +282,12 @@ def _add(header: Header, contents: TensorIndex) -> None:
             f"{header.file} was saved by PyTorch's HuggingFaceStorageWriter, which shards tensors across files",
             hint="open the folder that it wrote as a DCP checkpoint, or consolidate it with PyTorch",
         )
-    for name, stored in header.tensors.items():
+    for name in (*header.tensors, *header.unreadable):
         try:
-            contents.add(name, "weight", stored.dtype, stored.shape, partial(header.extents, name))
+            if name in header.unreadable:
+                contents.refuse(Key(name, "weight"), header.unreadable[name])
+            else:
+                contents.put(header.tensors[name], partial(header.extents, name))
         except IntegrityError as error:
             raise IntegrityError(
                 f"{name!r} is in {header.file} and in another file of the checkpoint",

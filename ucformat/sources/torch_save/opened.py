@@ -69,13 +69,13 @@ class Parts:
 
 
 def _is_module(value: Any) -> bool:
-    """Whether it is a module's state dict: mostly tensors by name, at least one of floating point with dims."""
+    """Whether it is a module's state dict: mostly tensors by name, at least one with dims and not of integers."""
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
         return False
     tensors = [v for v in value.values() if isinstance(v, StoredTensor)]
     return (
         2 * len(tensors) >= len(value)
-        and any(t.shape and t.dtype.startswith(("float", "bfloat", "complex")) for t in tensors)
+        and any(t.shape and not t.dtype.startswith(("bool", "int", "uint")) for t in tensors)
         and not any(isinstance(v, dict | list | tuple) and not k.endswith("_extra_state") for k, v in value.items())
     )
 
@@ -187,6 +187,7 @@ class OpenTorchSave:
                 self.part = part_by_shapes(store, {k.name: i.shape for k, i in self.contents.infos.items()})
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
+            unreadable=self.contents.unreadable,
             aliases=aliases,
             objects=objects,
             assets=tuple(assets),

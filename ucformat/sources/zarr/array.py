@@ -14,12 +14,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 from ucformat.errors import IntegrityError, UnsupportedError
-from ucformat.schema import ITEMSIZE
+from ucformat.schema import ITEMSIZE, ZARR_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
 __all__ = [
+    "ML_DTYPES",
     "V2_DTYPES",
     "Array",
     "Codec",
@@ -39,6 +40,13 @@ _CODECS: dict[str, Codec] = {
     "zstd": {"level": 3, "checksum": False},
     "blosc": {"cname": "lz4", "clevel": 5, "shuffle": "noshuffle", "typesize": 1, "blocksize": 0},
 }
+
+#: The dtypes of `ml_dtypes` that TensorStore knows, in Zarr v2 and v3 under the same name.
+ML_DTYPES = (
+    *("bfloat16", "float8_e3m4", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2"),
+    *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4"),
+)
+_DTYPES = {*ZARR_DTYPES, *ML_DTYPES}
 
 _MAX_DEPTH = 4  # shards within shards
 _MAX_CODECS = 8  # codecs in a chain: each may expand the output of the one before
@@ -340,7 +348,7 @@ def parse_v3(path: str, where: str, doc: Any) -> Array:
         raise UnsupportedError(f"{where} has storage transformers, which are not known")
     dtype = doc.get("data_type")
     dtype = dtype.get("name") if isinstance(dtype, dict) and not dtype.get("configuration") else dtype
-    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _unknown_dtype(where, dtype)
     grid, encoding = doc.get("chunk_grid"), doc.get("chunk_key_encoding")
     if not isinstance(grid, dict) or not isinstance(encoding, dict | str):
@@ -397,7 +405,7 @@ def _sizes(where: str, what: str, sizes: Any, least: int) -> tuple[int, ...]:
 def _v2_dtype(where: str, dtype: Any) -> tuple[str, str]:
     """The name of the data type, and its byte order."""
     if isinstance(dtype, str):
-        if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):  # as TensorStore spells them
+        if dtype in ML_DTYPES:
             return dtype, "little"
         m = _V2_DTYPE.fullmatch(dtype)
         name = V2_DTYPES.get(m[2]) if m else None
@@ -411,5 +419,5 @@ def _unknown_dtype(where: str, dtype: Any) -> UnsupportedError:
     hint = "it may be bfloat16 or float8: if so, write that name into the metadata" if void else None
     return UnsupportedError(
         f"{where}: the data type {str(dtype)[:80]!r} is not read",
-        hint=hint or f"those are: {', '.join(ITEMSIZE)}",
+        hint=hint or f"those are: {', '.join(sorted(_DTYPES))}",
     )

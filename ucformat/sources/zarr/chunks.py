@@ -10,12 +10,12 @@ import math
 import zlib
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound, UnsupportedError
 from ucformat.geometry.box import Box, each_index, row_major
 from ucformat.geometry.tensor import Block, Extent
+from ucformat.reading.dtypes import numpy_dtype
 from ucformat.sources.zarr.values import DECODED, Cache, read_value, size_of, slice_value
 from ucformat.storage.base import ByteRange, Info, content_version
 from ucformat.storage.strided import checksum
@@ -31,7 +31,6 @@ __all__ = ["Chunks", "tensorstore"]
 
 _MIN_LIMIT = 64 << 20  # bytes that any chunk may decode to
 _MAX_RATIO = 1 << 17  # or, for a large chunk, times its stored bytes: zstd compresses zeros to a 32,000th
-_ML_DTYPES = {n: np.dtype(getattr(ml_dtypes, n)) for n in ("bfloat16", "float8_e4m3fn", "float8_e5m2")}
 
 
 def tensorstore() -> Any:
@@ -141,7 +140,7 @@ def _read(
         spec: dict[str, Any] = {"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}
         spec["fill_missing_data_reads"] = data is None  # within shards, too
         stored = ts.open(spec, open=True, assume_metadata=True, context=context).result()
-        out = np.zeros(math.prod(array.chunk), _ML_DTYPES.get(array.dtype, array.dtype))
+        out = np.zeros(math.prod(array.chunk), numpy_dtype(array.dtype))
         index: tuple[Any, ...] = (*map(slice, inside), ...)
         part = out.reshape(array.chunk)[index]
         ts.array(part, copy=False, write=True).write(stored).result()

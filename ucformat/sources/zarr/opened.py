@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError, option_text
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
-from ucformat.reading.readable import CheckpointMetadata
+from ucformat.reading.readable import CheckpointMetadata, unreadable_error
 from ucformat.sources.index import unknown_tensor
 from ucformat.sources.values import to_json
 from ucformat.sources.zarr.array import Array, is_file_of, parse_v2, parse_v3
@@ -18,7 +19,7 @@ from ucformat.sources.zarr.values import DecodedStore, list_values, read_json
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
@@ -40,7 +41,20 @@ class _Hierarchy:
 
     version: int
     arrays: dict[str, Array] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)  # by path: why an array cannot be read
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, path: str, parse: Callable[[str, str, Any], Array], where: str, doc: Any) -> None:
+        """Add an array, or why it cannot be read."""
+        try:
+            self.arrays[path] = parse(path, where, doc)
+        except UnsupportedError as error:
+            self.unreadable[path] = f"is not read: {error.message}"
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all arrays."""
+        return [*self.arrays, *self.unreadable]
 
 
 def _read_hierarchy(store: Store, values: Mapping[str, Value]) -> _Hierarchy:
@@ -51,7 +65,6 @@ def _read_hierarchy(store: Store, values: Mapping[str, Value]) -> _Hierarchy:
     Raises:
         IntegrityError: a document is damaged, or documents contradict each other.
         MissingData: consolidated metadata name an array that does not exist.
-        UnsupportedError: an array's data type or codecs are not supported.
     """
     keys = [key for key in values if key.rpartition("/")[2] in _DOCUMENTS]
     documents = dict(zip(keys, map_io(lambda key: read_json(store, values, key), keys), strict=True))
@@ -64,7 +77,7 @@ def _read_hierarchy(store: Store, values: Mapping[str, Value]) -> _Hierarchy:
         if name == _V3:
             _add_v3(out, path, f"{store.url}: {key}", doc)
         elif name == ".zarray":
-            out.arrays[path] = parse_v2(path, f"{store.url}: {key}", doc)
+            out.add(path, parse_v2, f"{store.url}: {key}", doc)
         elif name == ".zattrs" and doc:
             out.attributes[path] = _attributes(f"{store.url}: {key}", doc)
     _check_nesting(store, values, out)
@@ -74,7 +87,7 @@ def _read_hierarchy(store: Store, values: Mapping[str, Value]) -> _Hierarchy:
 
 def _check_nesting(store: Store, values: Mapping[str, Value], out: _Hierarchy) -> None:
     """Check that no array is inside another, and that every chunk is in an array."""
-    for path in out.arrays:
+    for path in out.paths:
         if path and (outer := _outer_array(out, path.rpartition("/")[0])) is not None:
             raise IntegrityError(f"{store.url}: the array {path} is inside the array {outer!r}")
     for key in values:
@@ -87,13 +100,15 @@ def _check_nesting(store: Store, values: Mapping[str, Value], out: _Hierarchy) -
 
 def _check_consolidated(store: Store, documents: dict[str, Any], out: _Hierarchy) -> None:
     """Check that the consolidated metadata, if there are any, agree with the arrays' own."""
-    for path, array in _consolidated(store, documents):
+    for path, parse in _consolidated(store, documents):
+        if path in out.unreadable:
+            continue
         if path not in out.arrays:
             raise MissingData(
                 f"{store.url}: the consolidated metadata name the array {path}, which does not exist",
                 hint="copy all of the folder; or, if the array was deleted on purpose, consolidate the metadata anew",
             )
-        if repr(array) != repr(out.arrays[path]):  # a fill value of NaN does not equal itself
+        if repr(parse()) != repr(out.arrays[path]):  # a fill value of NaN does not equal itself
             raise IntegrityError(
                 f"{store.url}: the consolidated metadata of {path} differ from its own",
                 hint="consolidate the metadata anew, if the array's own are right",
@@ -102,10 +117,11 @@ def _check_consolidated(store: Store, documents: dict[str, Any], out: _Hierarchy
 
 def _outer_array(out: _Hierarchy, folder: str) -> str | None:
     """The array that this folder is, or is in."""
-    if "" in out.arrays:
+    paths = set(out.paths)
+    if "" in paths:
         return ""
     while folder:
-        if folder in out.arrays:
+        if folder in paths:
             return folder
         folder = folder.rpartition("/")[0]
     return None
@@ -115,7 +131,7 @@ def _add_v3(out: _Hierarchy, path: str, where: str, doc: Any) -> None:
     if not isinstance(doc, dict) or doc.get("zarr_format") != 3 or doc.get("node_type") not in ("group", "array"):
         raise IntegrityError(f"{where} is not the metadata of a Zarr v3 group or array")
     if doc["node_type"] == "array":
-        out.arrays[path] = parse_v3(path, where, doc)
+        out.add(path, parse_v3, where, doc)
     if doc.get("attributes"):
         out.attributes[path] = _attributes(where, doc["attributes"])
 
@@ -136,8 +152,8 @@ def _check_version(store: Store, documents: dict[str, Any], path: str) -> None:
             )
 
 
-def _consolidated(store: Store, documents: dict[str, Any]) -> Iterator[tuple[str, Array]]:
-    """The arrays in the root's consolidated metadata."""
+def _consolidated(store: Store, documents: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Array]]]:
+    """The arrays in the root's consolidated metadata, each with a function that parses its document."""
     v2, v3 = documents.get(".zmetadata"), documents.get(_V3)
     where = f"{store.url}: the consolidated metadata"
     if v2 is not None:
@@ -146,14 +162,15 @@ def _consolidated(store: Store, documents: dict[str, Any]) -> Iterator[tuple[str
             raise IntegrityError(f"{where} are damaged: .zmetadata")
         for key, doc in entries.items():
             if key.rpartition("/")[2] == ".zarray":
-                yield key.rpartition("/")[0], parse_v2(key.rpartition("/")[0], where, doc)
+                path = key.rpartition("/")[0]
+                yield path, partial(parse_v2, path, where, doc)
     if isinstance(v3, dict) and (found := v3.get("consolidated_metadata")):
         entries = found.get("metadata") if isinstance(found, dict) else None
         if not isinstance(entries, dict):
             raise IntegrityError(f"{where} are damaged: {_V3}")
         for path, doc in entries.items():
             if isinstance(doc, dict) and doc.get("node_type") == "array":
-                yield path, parse_v3(path, where, doc)
+                yield path, partial(parse_v3, path, where, doc)
 
 
 def _hint() -> str:
@@ -180,11 +197,14 @@ class OpenZarr:
             objects={"attributes": to_json(found.attributes)} if found.attributes else {},
             layout={"zarr_format": found.version},
             engine={"name": "zarr", "version": str(found.version)},
-            files=tuple(k for k in values if k.rpartition("/")[2] in _DOCUMENTS or is_file_of(found.arrays, k)),
+            files=tuple(k for k in values if k.rpartition("/")[2] in _DOCUMENTS or is_file_of(found.paths, k)),
+            unreadable={keys[path]: why for path, why in found.unreadable.items()},
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
         """Find where the chunks of an array are stored; reads the indexes of its shards."""
+        if key in self.metadata.unreadable:
+            raise unreadable_error({key: self.metadata.unreadable[key]}, self.store.url)
         if key not in self._arrays:
             raise unknown_tensor(key, self._arrays, self.store.url)
         return self._chunks.extents(self._arrays[key], within)
@@ -200,15 +220,15 @@ def _keys(found: _Hierarchy, url: str) -> dict[str, Key]:
     The arrays of a universal checkpoint record it. Others are weights, named by their path, with dots for slashes
     unless that would give two arrays the same name; a single array is named like its folder.
     """
-    recorded = {path: _recorded_key(found.attributes.get(path, {}).get("ucformat")) for path in found.arrays}
+    recorded = {path: _recorded_key(found.attributes.get(path, {}).get("ucformat")) for path in found.paths}
     keys = {path: key for path, key in recorded.items() if key is not None}
     if len(keys) < len(recorded):
-        if set(found.arrays) == {""}:
+        if set(found.paths) == {""}:
             name = url.rstrip("/").rpartition("/")[2].removesuffix(".zarr")
             return {"": Key(name or "array", "weight")}
-        dotted = {path.replace("/", ".") for path in found.arrays}
-        with_slashes = len(dotted) < len(found.arrays)
-        keys = {path: Key(path if with_slashes else path.replace("/", "."), "weight") for path in found.arrays}
+        dotted = {path.replace("/", ".") for path in found.paths}
+        with_slashes = len(dotted) < len(found.paths)
+        keys = {path: Key(path if with_slashes else path.replace("/", "."), "weight") for path in found.paths}
     twice = [key for key, n in Counter(keys.values()).items() if n > 1]
     if twice:
         raise UsageError(f"{url}: two arrays are {twice[0]} according to their attributes", hint="remove one")

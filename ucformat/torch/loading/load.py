@@ -23,6 +23,7 @@ from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.sources.dcp.names import dotted
 from ucformat.storage.cache.scope import consistent
+from ucformat.storage.url import as_strings
 from ucformat.storage.watched import check_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
 from ucformat.torch.comm.wire import message
@@ -331,7 +332,11 @@ def state_dict(
             f"weights cannot be cast to {dtype}", hint="pass a floating-point dtype, such as torch.bfloat16"
         )
     opened = ck if isinstance(ck, Checkpoint) else open_reference(ck)
-    wanted = _chosen(_weights(opened, rename), names, opened.url)
+    patterns = None if names is None else as_strings(names)
+    opened.check_readable(
+        ("weight", "master"), lambda name: patterns is None or any(_fits(name, pattern) for pattern in patterns)
+    )
+    wanted = _chosen(_weights(opened, rename), patterns, opened.url)
     matched = {stored: _target(opened, stored, dtype, device) for stored in dict.fromkeys(wanted.values())}
     read(opened, list(matched.values()), threads=threads)
     return {name: matched[stored].target.tensor for name, stored in wanted.items()}
@@ -343,11 +348,10 @@ def _weights(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
     return {new: stored for new, stored in names.items() if not {"weight", "master"}.isdisjoint(ck.states(stored))}
 
 
-def _chosen(weights: Mapping[str, str], names: str | Iterable[str] | None, url: str) -> dict[str, str]:
-    """The weights that `names` selects, in the order of the checkpoint."""
-    if names is None:
+def _chosen(weights: Mapping[str, str], patterns: Sequence[str] | None, url: str) -> dict[str, str]:
+    """The weights that patterns select, in the order of the checkpoint."""
+    if patterns is None:
         return dict(weights)
-    patterns = [names] if isinstance(names, str) else list(names)
     found: set[str] = set()
     for pattern in patterns:
         fitting = {pattern} & weights.keys() or {name for name in weights if _fits(name, pattern)}

@@ -13,6 +13,7 @@ from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.record import lineage_to
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import PART_OF
+from ucformat.schema import TORCH_NUMBERS
 from ucformat.torch.state.elements import blocks_of
 
 if TYPE_CHECKING:
@@ -166,11 +167,15 @@ def match(
         stored = next((s for s in candidates if s is not None), None)
         if stored is None:
             missing.append(str(info.key))
+            unread = [Key(n, s) for n in known_as for s in (PARAMETER if info.state in PARAMETER else (info.state,))]
+            others += [f"{key} in the checkpoint {why}" for key in unread if (why := ck.unreadable.get(key))]
             continue
         wanted |= {Key(stored.name, s) for s in PARAMETER} if info.state in PARAMETER else {stored.key}
         if stored.shape != info.shape:
             shapes.append(f"{info.key} is {list(info.shape)}, in the checkpoint {list(stored.shape)}")
-        elif stored.dtype != info.dtype and not (cast and not target.wrapper):
+        elif stored.dtype != info.dtype and not (
+            cast and not target.wrapper and {stored.dtype, info.dtype} <= TORCH_NUMBERS
+        ):
             dtypes.append(f"{info.key} is {info.dtype}, in the checkpoint {stored.dtype} ({stored.state})")
         else:
             found.append(Matched(target, stored))

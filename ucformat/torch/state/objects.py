@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ucformat.errors import IntegrityError, UnsafeError, UnsupportedError, UsageError
+from ucformat.reading.dtypes import dtype_name as numpy_dtype_name
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import (
     Dtype,
@@ -29,9 +30,9 @@ from ucformat.sources.pickle.stand_ins import (
     SmallTensor,
     Stream,
 )
-from ucformat.sources.values import from_json, numpy_dtype, to_json
+from ucformat.sources.values import array_dtype_text, from_json, numpy_dtype, to_json
 from ucformat.torch.state.elements import host_memory
-from ucformat.torch.state.memory import dtype_name
+from ucformat.torch.state.memory import dtype_name, torch_dtype
 from ucformat.torch.state.subclasses import plain_values
 
 if TYPE_CHECKING:
@@ -109,9 +110,9 @@ def _object(value: Any) -> Any:
     if isinstance(value, torch.layout):
         return Inert("torch.serialization._get_layout", (str(value),))
     if isinstance(value, np.dtype) and _is_stored(value):
-        return NumpyDtype(_dtype_text(value))
+        return NumpyDtype(array_dtype_text(value))
     if type(value) is np.ndarray and _is_stored(value.dtype):
-        return NdArray(_dtype_text(value.dtype), value.shape, value.tobytes())
+        return NdArray(array_dtype_text(value.dtype), value.shape, value.tobytes())
     return _opaque(value)
 
 
@@ -128,10 +129,6 @@ def _numpy_scalar(value: np.generic) -> Any:
 def _is_stored(dtype: np.dtype[Any]) -> bool:
     """Whether arrays of a NumPy dtype have a JSON form: of numbers or text."""
     return dtype.name in ITEMSIZE or (dtype.kind in "biufcSU" and dtype.itemsize > 0)
-
-
-def _dtype_text(dtype: np.dtype[Any]) -> str:
-    return dtype.name if dtype.name in ITEMSIZE and dtype.isbuiltin == 2 else dtype.str
 
 
 def _is_named(kind: type) -> bool:
@@ -287,8 +284,7 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
     Args:
         array: of any dtype that can be stored, including bfloat16 and float8 of `ml_dtypes`.
     """
-    name = array.dtype.name
-    out = torch.empty(array.shape, dtype=getattr(torch, name))
+    out = torch.empty(array.shape, dtype=torch_dtype(numpy_dtype_name(array.dtype)))
     host_memory(out)[...] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
     return out
 
