@@ -6,7 +6,7 @@ bits, or a signed one for the integers that PyTorch stores in a byte; NumPy's dt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +26,7 @@ def _numpy_dtype(name: str, itemsize: int) -> np.dtype[np.generic]:
     if name in ZARR_DTYPES and hasattr(np, name):
         return np.dtype(name).newbyteorder("<")
     if hasattr(ml_dtypes, name):
-        return np.dtype(getattr(ml_dtypes, name))
+        return np.dtype(cast("type[np.generic]", getattr(ml_dtypes, name)))
     kind = "i" if name.startswith("int") else "u"
     bits: np.dtype[np.generic] = np.dtype(f"<{kind}{itemsize}", metadata={_METADATA: name})
     return bits
