@@ -49,6 +49,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:ComplexHalf support", "ignore:.*uantize", "ignore:torch.distributed is disabled"
 )
 
+deserialize: Any = safetensors.deserialize
+
 TORCH = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 QUANTIZED = {name for name in TORCH if name.startswith(("qint", "quint"))}
 STORED_BY_TORCH = sorted(TORCH.keys() - QUANTIZED)
@@ -79,7 +81,7 @@ def safetensors_file(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], 
 
 
 def every_safetensors_dtype() -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    out = {}
+    out: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     for number, (theirs, ours) in enumerate(DTYPES.items()):
         values, elements = PACKED.get(ours, (1, 1))
         data = random_array((3, 8 * elements // values), ours, number).tobytes()
@@ -92,7 +94,7 @@ def test_the_names_are_those_of_the_packages() -> None:
     theirs = {np.dtype(v).name for n, v in vars(ml_dtypes).items() if isinstance(v, type) and "info" not in n}
     assert theirs <= ITEMSIZE.keys()
     with pytest.raises(safetensors.SafetensorError) as caught:
-        safetensors.deserialize(b'\x39\0\0\0\0\0\0\0{"a":{"dtype":"F9","shape":[1],"data_offsets":[0,2]}}     ..')
+        deserialize(b'\x39\0\0\0\0\0\0\0{"a":{"dtype":"F9","shape":[1],"data_offsets":[0,2]}}     ..')
     assert set(re.findall("`([A-Z]+[0-9]*(?:_[A-Z0-9]+)?)`", str(caught.value))) - {"F9"} == DTYPES.keys()
     for name, itemsize in ITEMSIZE.items():
         dtype = numpy_dtype(name)
@@ -133,7 +135,7 @@ def test_files_of_safetensors_of_every_dtype(tmp_path: Path) -> None:
         assert not verify(place).problems
         export(place, tmp_path / "back" / place.name, "safetensors")
         made = (tmp_path / "back" / place.name / "model.safetensors").read_bytes()
-        theirs = {n: (v["dtype"], tuple(v["shape"]), bytes(v["data"])) for n, v in safetensors.deserialize(made)}
+        theirs = {n: (v["dtype"], tuple(v["shape"]), bytes(v["data"])) for n, v in deserialize(made)}
         assert theirs == tensors
 
 
@@ -172,7 +174,7 @@ def test_an_export_has_the_bits_or_names_the_tensor(
     folder = tmp_path_factory.mktemp("export")
     arrays = {("layer.w", "weight"): random_array((4, 12), dtype, seed), ("z", "weight"): np.ones((2, 2), "float32")}
     ck = Checkpoint(FakeSource.write(LocalStore(folder / "s"), arrays))
-    options = {"raw": True} if kind in ("npy", "npz") else {}
+    options: dict[str, Any] = {"raw": True} if kind in ("npy", "npz") else {}
     try:
         export(ck, folder / ("out.npz" if kind == "npz" else "out"), kind, **options)
     except ucformat.errors.UcformatError as error:
