@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import enum
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ucformat
+from tests.torch.ranks import Ranks
 from tests.torch.wrappers import Fresh, Settings, Silent, Wrapper, numbers
 from ucformat.errors import StateMismatch, UsageError
 from ucformat.torch import Manager, PerRank, Reader, Writer, async_save, load, load_into, save, state_dict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
+
+NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install torchao")
 
 
 class Scheme(enum.Enum):
@@ -49,6 +60,16 @@ def functional() -> torch.Tensor:
 def logged() -> torch.Tensor:
     """A subclass with memory that decides itself what an operation does."""
     return torch.Tensor._make_subclass(Silent, torch.ones(4, 4))
+
+
+class Annotated(torch.nn.Parameter):
+    """A parameter, as of a program that writes on it."""
+
+
+def annotated(**attributes: Any) -> torch.Tensor:
+    made = Annotated(torch.ones(4, 4))
+    made.__dict__.update(attributes)
+    return made
 
 
 def wrapper(**context: Any) -> Wrapper:
@@ -89,6 +110,8 @@ STRANGERS: dict[str, tuple[Callable[[], Any], str]] = {
     "silent": (lambda: Silent(torch.ones(4, 4)), "Silent"),
     "silent parameter": (lambda: torch.nn.Parameter(Silent(torch.ones(4, 4))), "Silent"),
     "dispatching": (logged, "Silent"),
+    "with a tensor": (lambda: annotated(scale=torch.ones(1)), r"Annotated with tensors as attributes \(scale\)"),
+    "with tensors of its own": (lambda: annotated(state=SimpleNamespace(absmax=torch.ones(1))), r"\(state\)"),
     "fake inside": (lambda: Wrapper({"a": faked()}), r"\.a is a .*FakeTensor"),
     "silent inside a wrapper": (
         lambda: Wrapper({"w": Wrapper({"a": Silent(torch.ones(4, 4))})}),
@@ -138,9 +161,9 @@ def test_what_is_not_understood_is_refused_by_name_before_anything_is_written(ki
     with Manager(tmp_path / "run", signals=()) as manager, pytest.raises(UsageError, match=words):
         manager.save(1, {"w": make()}, force=True)
     save({"w": torch.ones(4, 4)}, place)
-    for given, expected in (({"w": make()}, words), ({"w": PerRank(make())}, value)):
+    for filled, expected in (({"w": make()}, words), ({"w": PerRank(make())}, value)):
         with pytest.raises(UsageError, match=expected):
-            load(given, place, strict=False)
+            load(filled, place, strict=False)
 
 
 def inner_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -314,3 +337,204 @@ def test_torch_distributed_checkpoint(tmp_path: Path) -> None:
         dcp.api.CheckpointException, match=r"plain \(weight\) is a .*Wrapper, which has no plain memory"
     ):
         dcp.load(other, storage_reader=Reader(tmp_path / "ck"), no_dist=True)
+
+
+def test_dcp_stages_wrappers_as_they_are(tmp_path: Path) -> None:
+    one = some(1)
+    for cached in (False, True):
+        writer = Writer(tmp_path / "ck", cache_staged_state_dict=cached)
+        for _ in range(2):
+            staged = writer.stage({"w": [one, (1, torch.ones(2))], "n": 1})
+            copied = staged["w"][0]
+            assert same(copied, one)
+            assert not {t.data_ptr() for t in inner_of(copied).values()} & {
+                t.data_ptr() for t in inner_of(one).values()
+            }
+            assert staged["n"] == 1
+            assert staged["w"][1][0] == 1
+
+
+def test_what_a_subclass_with_memory_of_its_own_is_stays(tmp_path: Path) -> None:
+    one, two = annotated(partition_dim=1, loader=print), annotated(partition_dim=2)
+    one.data.fill_(3)
+    save({"w": one}, tmp_path / "ck")
+    assert load({"w": two}, tmp_path / "ck")
+    assert torch.equal(two.data, torch.full((4, 4), 3.0))
+    assert (type(two), two.partition_dim) == (Annotated, 2)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor: its values, and how it is in memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    memory: str = "own"
+
+    def make(self, seed: int) -> torch.Tensor:
+        shape = self.shape[::-1] if self.memory == "transposed" else self.shape
+        count = torch.Size(shape).numel()
+        values = torch.arange(count + 3).mul(7).add(seed * 31).remainder(120).to(self.dtype)
+        made = values[3:].reshape(shape) if self.memory == "offset" else values[:count].reshape(shape).clone()
+        return made.t() if self.memory == "transposed" else made
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A wrapper: what is inside by name, names that are the same tensor as another one, and a context."""
+
+    inner: tuple[tuple[str, Leaf | Tree], ...]
+    same: tuple[tuple[str, str], ...] = ()
+    context: Any = None
+    silent: bool = False
+
+    def make(self, seed: int) -> torch.Tensor:
+        if self.silent:
+            return Silent(torch.ones(2))
+        made = {name: part.make(seed + n) for n, (name, part) in enumerate(self.inner)}
+        made |= {name: made[other] for name, other in self.same}
+        return Wrapper(made, self.context, (2, 3))
+
+    @property
+    def refused(self) -> bool:
+        return self.silent or any(part.refused for _, part in self.inner if isinstance(part, Tree))
+
+
+_NAMES = st.sampled_from(["a", "b", "qdata", "scale", "weight", "_x", "step", "a.b", "0"])
+_CONTEXTS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats(width=16)
+    | st.text(max_size=2)
+    | st.binary(max_size=2)
+    | st.sampled_from([torch.float16, torch.strided, torch.Size([2, 3]), (2, 3), Scheme.SYMMETRIC, Settings(4)]),
+    lambda part: st.lists(part, max_size=2) | st.tuples(part) | st.dictionaries(st.text(max_size=2), part, max_size=2),
+    max_leaves=4,
+)
+_LEAVES = st.builds(
+    Leaf,
+    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn]),
+    st.sampled_from([(), (0,), (1,), (5,), (2, 3), (3, 2)]),
+    st.just("own"),
+) | st.builds(Leaf, st.just(torch.float32), st.just((2, 3)), st.sampled_from(["offset", "transposed"]))
+
+
+@st.composite
+def trees(draw: st.DrawFn, depth: int = 0) -> Tree:
+    if draw(st.integers(0, 15)) == 7:
+        return Tree((), silent=True)
+    part: st.SearchStrategy[Any] = _LEAVES if depth == 2 else st.one_of(_LEAVES, trees(depth + 1))
+    inner = draw(st.dictionaries(_NAMES, part, max_size=3))
+    plain = [n for n, p in inner.items() if isinstance(p, Leaf) and 0 not in p.shape]
+    twice = plain[: draw(st.integers(0, 1))]
+    same = {"again": name for name in twice}
+    return Tree(tuple(inner.items()), tuple(same.items()), draw(_CONTEXTS))
+
+
+def bits(tensor: torch.Tensor) -> list[tuple[str, torch.dtype, tuple[int, ...], list[int]]]:
+    return [
+        (n, t.dtype, tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).tolist())
+        for n, t in inner_of(tensor).items()
+    ]
+
+
+@given(saved=trees(), other=trees(), as_state=st.booleans())
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_wrapper_comes_back_or_is_refused(saved: Tree, other: Tree, as_state: bool) -> None:
+    def state(tensor: torch.Tensor) -> dict[str, Any]:
+        groups = {"param_groups": [{"params": ["p"], "lr": 1.0}]}
+        optimizer = {"state": {"p": {"exp_avg": tensor}}, **groups}
+        return {"model": {"p": torch.ones(2)}, "optim": optimizer} if as_state else {"model": {"w": tensor}}
+
+    with TemporaryDirectory() as folder:
+        place = Path(folder) / "ck"
+        one = saved.make(1)
+        if saved.refused:
+            with pytest.raises(UsageError, match="Silent"):
+                save(state(one), place, form="packed")
+            assert not place.exists()
+            return
+        try:
+            save(state(one), place, form="packed")
+        except UsageError as error:
+            if "two entries of the state are named" in error.message:  # "a.b" may be b inside a, too
+                return
+            raise
+        two = saved.make(2)
+        before = bits(two)
+        assert load(state(two), place, strict=True)
+        assert bits(two) == bits(one)
+        assert [n for n, *_ in before] == [n for n, *_ in bits(two)]
+        if other.refused:
+            return
+        third = other.make(3)
+        before = bits(third)
+        try:
+            report = load(state(third), place, strict=False, cast=True)
+        except UsageError as error:
+            if "two entries of the state are named" in error.message:
+                return
+            raise
+        assert bits(third) == (bits(one) if report else before)
+
+
+class TestRanks:
+    """Wrappers inside DTensors."""
+
+    RANKS = Ranks("tests.torch.subclasses_program")
+
+    def test_what_is_inside_is_sharded_as_the_wrapper(self, tmp_path: Path) -> None:
+        for saved in (2, 4):
+            self.RANKS.run("blocks", saved, tmp_path / f"{saved}", writes=True)
+            for loading in (1, 3, 4, 2):
+                assert all(map(all, self.RANKS.run("blocks", loading, tmp_path / f"{saved}", writes=False)))
+        whole = ucformat.open(tmp_path / "2" / "zarr-0-of-10")
+        assert [whole[n].shape for n in ("w.codes", "w.scale", "w.table")] == [(10, 8), (20,), (6,)]
+        assert whole["w.scale"][...].tolist() == list(range(20))
+
+    def test_what_ranks_do_not_have_in_common_is_refused(self, tmp_path: Path) -> None:
+        found = self.RANKS.run("scaled", 2, tmp_path)[0]
+        expected = [
+            "saved",
+            "of which ranks must compare",
+            "a different value on rank 1",
+            "of which ranks must compare",
+        ]
+        unknown = [f"how the shards split its inner {n} is not known" for n in (r"table \[4\]", r"scale \[3, 6\]")]
+        for message, words in zip(found, [*expected, unknown[0], unknown[0], unknown[1], unknown[1]], strict=True):
+            assert re.search(words, message)
+        assert ucformat.open(tmp_path / "rows")["w.scale"][...].tolist() == [[0.0]] * 4 + [[1.0]] * 4
+
+    @NEEDS_TORCHAO
+    @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+    def test_an_optimizer_of_torchao_under_fsdp2(self, kind: str, tmp_path: Path) -> None:
+        saved = self.RANKS.run("optimizer", 2, tmp_path, kind=kind, writes=True)[0]
+        for ranks in (1, 3):
+            loaded = self.RANKS.run("optimizer", ranks, tmp_path, kind=kind, writes=False)[0]
+            assert [name for name, _ in loaded] == [name for name, _ in saved]
+            assert all(torch.equal(one, other) for (_, one), (_, other) in zip(saved, loaded, strict=True))
+
+
+@NEEDS_TORCHAO
+@pytest.mark.parametrize(
+    "config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]
+)
+def test_a_model_that_torchao_has_quantized(config: str, tmp_path: Path) -> None:
+    from torchao import quantization
+
+    def quantized(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False)).to(torch.bfloat16)
+        quantization.quantize_(model, getattr(quantization, config)())
+        return model
+
+    one = quantized(1)
+    save({"model": one}, tmp_path / "ck")
+    for fill in (lambda m: load({"model": m}, tmp_path / "ck"), lambda m: load_into(m, tmp_path / "ck") == ([], [])):
+        two = quantized(2)
+        assert fill(two)
+        assert all(
+            torch.equal(a.float(), b.float())
+            for a, b in zip(inner_of(one[0].weight).values(), inner_of(two[0].weight).values(), strict=True)
+        )

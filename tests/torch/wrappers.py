@@ -65,6 +65,8 @@ class Blocks(Wrapper):
                 raise ValueError("within a block")
             scale = block.scale[int(start * ratio) : int(stop * ratio)]
             return cls.of(block.codes[start:stop], scale, block.table.clone())
+        if func is torch.ops.aten.is_pinned.default:
+            return False
         if func in (torch.ops.aten.view.default, torch.ops.aten.detach.default):
             (block, *_) = args
             return cls.of(block.codes.detach(), block.scale.detach(), block.table.detach())
@@ -76,6 +78,8 @@ class Scaled(Wrapper):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.is_pinned.default:
+            return False
         if func in (torch.ops.aten.view.default, torch.ops.aten.detach.default):
             (mine, *_) = args
             return cls({n: t.detach() for n, t in mine.inner.items()}, mine.context, mine.shape)

@@ -23,6 +23,7 @@ from ucformat.torch.dcp.items import LocalItems, PlainValues, RankItems, collect
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import write_checkpoint
+from ucformat.torch.state.subclasses import copy_to_host, is_subclass, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -131,11 +132,12 @@ class Writer(StorageWriter, BlockingAsyncStager):
         """Copy a state to host memory, pinned if there is an accelerator, for `dcp.async_save`.
 
         Args:
-            state_dict: the state.
+            state_dict: the state. Wrapper subclasses are copied as such; DCP would make plain tensors of them.
         """
+        given, state_dict = state_dict, _without_wrappers(state_dict)
         if self.cache_staged_state_dict and self.state_dict_cache is None and not torch.accelerator.is_available():
             self.state_dict_cache = _create_cpu_state_dict(state_dict)
-        staged: dict[str, Any] = super().stage(state_dict)
+        staged: dict[str, Any] = _with_wrappers(super().stage(state_dict), given)
         return staged
 
     @classmethod
@@ -285,6 +287,31 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 hint="pass the same group to dcp.save(process_group=…) and Writer(group=…)",
             )
         return group_for_call(self._group, self._timeout, "Writer", self.checkpoint_id)
+
+
+def _without_wrappers(state: Any) -> Any:
+    """A nested state with None instead of wrapper subclasses."""
+    if isinstance(state, dict):
+        return {key: _without_wrappers(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        items = [_without_wrappers(value) for value in state]
+        same = all(new is old for new, old in zip(items, state, strict=True))
+        return state if same else items
+    return None if _is_wrapper(state) else state
+
+
+def _with_wrappers(staged: Any, given: Any) -> Any:
+    """A nested state with copies of the wrapper subclasses of another one, which it has not."""
+    if isinstance(given, dict):
+        return {key: _with_wrappers(staged[key], value) for key, value in given.items()}
+    if isinstance(given, list | tuple):
+        items = [_with_wrappers(new, old) for new, old in zip(staged, given, strict=True)]
+        return staged if all(new is old for new, old in zip(items, staged, strict=True)) else items
+    return copy_to_host(given) if _is_wrapper(given) else staged
+
+
+def _is_wrapper(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_subclass(memory_of(value))
 
 
 def _name_of(extension: Any) -> str:

@@ -183,6 +183,7 @@ def async_save(
             beside = {} if ranks.rank else assets_of(state if form == "safetensors" else {}, assets)
             metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside)
             held = local_state(state)
+            options.check(held)
         with background_writer(ranks, in_flight) as writer:
             return writer.save(held, options, metadata, begun)
 

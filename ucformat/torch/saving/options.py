@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from ucformat.format.arrays import Array
     from ucformat.geometry.tensor import Key, TensorInfo
+    from ucformat.torch.state.local import LocalState
 
 __all__ = ["Form", "SaveOptions"]
 
@@ -44,6 +45,22 @@ class SaveOptions:
             given = getattr(self, name)
             if given is not None and given < 1:
                 raise UsageError(f"{name} must be at least 1, not {given}")
+
+    def check(self, state: LocalState) -> None:
+        """Check whether a state can be saved with these options.
+
+        Args:
+            state: of this rank.
+
+        Raises:
+            UsageError: the ranks would not compare what they have in common of a wrapper.
+        """
+        sharded = next((t for t in state.tensors if t.sharded_wrapper), None)
+        if self.replicas == "first" and sharded is not None:
+            raise UsageError(
+                f"{sharded.key} is inside a sharded wrapper, of which ranks must compare what they have in common",
+                hint='leave replicas="first" out, and give values that differ between ranks as PerRank(value)',
+            )
 
     def arrays(
         self, infos: Sequence[TensorInfo], attempt: str, folders: Mapping[Key, str] | None = None

@@ -302,6 +302,7 @@ def save(
         with ranks.sharing_errors():
             held = local_state(state)
             options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
+            options.check(held)
             beside = {} if ranks.rank else assets_of(state if form == "safetensors" else {}, assets)
             metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside)
         return save_in_group(held, options, metadata, ranks)

@@ -58,8 +58,8 @@ class LocalShard:
     A piece's offset and strides are in elements, from the first element of `tensor`. On the host they follow the
     strides of `tensor`; on any other device they are row-major, since such tensors are copied to and from the host.
     `distribution` is that over the ranks of its mesh; None if it is not known. `wrapper` is the path of the wrapper
-    that the tensor is inside, of which all tensors are loaded, and not cast, or none. `equal` says that all ranks must
-    have equal values, since the wrapper is sharded, but not this tensor.
+    that the tensor is inside, of which all tensors are loaded, and not cast, or none. `sharded_wrapper` says
+    that a DTensor shards the wrapper, so that ranks must agree on what they have in common.
     """
 
     info: TensorInfo
@@ -67,7 +67,7 @@ class LocalShard:
     tensor: torch.Tensor
     distribution: Distribution | None = None
     wrapper: str = ""
-    equal: bool = False
+    sharded_wrapper: bool = False
 
     @property
     def key(self) -> Key:
@@ -219,8 +219,8 @@ def _of_inner(name: str, state: str, inner: InnerTensor) -> LocalShard:
     if cuts is not None and even:
         inner_cuts = tuple(Cut(inner.along[c.dim][0], c.axis) for c in cuts if c.dim in inner.along)
         distribution = Distribution(_rank_mesh(outer.device_mesh), inner_cuts)
-    equal = any(not p.is_replicate() and p.dim not in inner.along for p in outer.placements)
-    return LocalShard(info, pieces_in(local, dims), local, distribution, equal=equal)
+    sharded = any(not p.is_replicate() for p in outer.placements)
+    return LocalShard(info, pieces_in(local, dims), local, distribution, sharded_wrapper=sharded)
 
 
 def _scaled(label: str, dim: Dim, ratio: Fraction) -> Dim:

@@ -39,6 +39,7 @@ __all__ = [
     "InnerTensor",
     "Taken",
     "check_live",
+    "copy_to_host",
     "is_subclass",
     "local_of_dtensor",
     "memory_of",
@@ -90,6 +91,15 @@ def why_refused(tensor: torch.Tensor) -> str | None:
         return _why_refused(tensor)
 
 
+def _tensors_of(tensor: torch.Tensor) -> list[str]:
+    """The attributes of a tensor that are tensors, or have some: what it is without them, is not known."""
+    return [
+        name
+        for name, value in vars(tensor).items()
+        if any(isinstance(v, torch.Tensor) for v in (value, *getattr(value, "__dict__", {}).values()))
+    ]
+
+
 def is_subclass(tensor: torch.Tensor) -> bool:
     """Check whether Python code of a tensor's class does what is asked of it, so that its own memory means nothing."""
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))  # noqa: SLF001
@@ -99,6 +109,9 @@ def _why_refused(tensor: torch.Tensor) -> str | None:
     keys = torch._C._dispatch_keys(tensor)  # noqa: SLF001 - what computes with it: nothing else tells all kinds
     if is_subclass(tensor):
         return f"a {_name_of(type(tensor))}"
+    attributes = () if type(tensor) in (torch.Tensor, torch.nn.Parameter) else _tensors_of(tensor)
+    if attributes:
+        return f"a {_name_of(type(tensor))} with tensors as attributes ({', '.join(attributes)})"
     if tensor.is_meta:
         return "a meta tensor"
     if tensor.is_quantized:
@@ -315,6 +328,19 @@ def check_live(label: str, tensor: torch.Tensor, taken: Taken) -> None:
                 f"{label} is a {_name_of(type(memory_of(tensor)))}, whose {'.'.join(names)} is a new copy each time",
                 hint="a load fills the inner tensors where they are: let the attribute be the tensor itself",
             )
+
+
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a wrapper, or of a DTensor of one, on the host; its own class makes it of copies."""
+    if isinstance(tensor, DTensor):
+        local = copy_to_host(local_of_dtensor(tensor))
+        return DTensor(local, tensor._spec, requires_grad=False)  # noqa: SLF001 - from_local moves it to the device
+    if not _is_wrapper(tensor):
+        return tensor.detach().to("cpu", copy=True)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: copy_to_host(getattr(tensor, name)) for name in names}
+    copied: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    return copied
 
 
 class _Splits:
