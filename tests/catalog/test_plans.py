@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     Statements = dict[str, Any]
 
-#: Tables that have a row for each catalog, run, configuration, structure or alias.
-SMALL = {"catalog", "run", "config", "tensor_set", "tensor", "alias"}
+#: Tables that have a row for each catalog, run, launch, configuration, structure or alias.
+SMALL = {"catalog", "run", "launch", "continuation", "config", "tensor_set", "tensor", "alias"}
 GROWING = set(Base.metadata.tables) - SMALL
 BEST = {"metric": "loss", "count": 1, "mode": "min"}
 OF_RUN = policy({"last": 1, "best": BEST}, scope="run = 'run7'")
@@ -215,6 +215,7 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "alias": lambda c: c.alias("best", "run7@5"),
     "alias_history": lambda c: c.alias_history("best"),
     "aliases": lambda c: c.aliases(),
+    "commits": lambda c: c.commits("run7"),
     "contradiction": lambda c: c.contradiction(manifest(103, step=7), "/data/run7/3"),
     "count": lambda c: [c.count(where) for where in FILTERS],
     "count_few": lambda c: [c.count_few(where) for where in FILTERS],
@@ -222,10 +223,19 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "diff": lambda c: c.diff("run7@1", "run7@2"),
     "events": lambda c: (c.events(), c.events("run7@1")),
     "find": find,
+    "lines": lambda c: c.lines("run = 'run7'"),
     "forget": lambda c: c.forget(c.places("/data/run7/9")),
     "between": lambda c: c.between("run7", 1, 5),
     "get": lambda c: [
-        c.get(ref) for ref in ("run7@3", "run7@latest", "alias:best", c.get("run7@1").id[:8], "/data/run7/1")
+        c.get(ref)
+        for ref in (
+            "run7@3",
+            "run7@latest",
+            "folder:/data/run7@latest",
+            "alias:best",
+            c.get("run7@1").id[:8],
+            "/data/run7/1",
+        )
     ],
     "hold": lambda c: c.hold("run7@1", "why", timedelta(1)),
     "holding": lambda c: c.holding(next(t.digest for t in c.tensors("run7@1") if t.digest)),

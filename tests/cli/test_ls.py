@@ -15,17 +15,18 @@ if TYPE_CHECKING:
     from ucformat.catalog.entries import Entry
 
 CHECKPOINT = [
-    "id", "name", "kind", "state", "run", "step", "commits", "created", "recorded", "deleted", "purge_after", "tensors",
-    "bytes", "files", "files_bytes", "format_version", "engine", "topology", "config", "urls", "metrics", "tags",
+    "id", "name", "kind", "state", "run", "step", "commits", "launch", "created", "recorded", "deleted", "purge_after",
+    "tensors", "bytes", "files", "files_bytes", "format_version", "engine", "topology", "config", "urls", "metrics", "tags",
     "aliases", "holds", "notes", "from_documents", "verified",
 ]  # fmt: skip
 
 
 def test_the_newest_come_first(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
     lines = run("ls").stdout.splitlines()
-    assert lines[0].split() == ["name", "id", "kind", "size", "age", "alias", "tag"]
+    assert lines[0].split() == ["name", "id", "kind", "size", "age", "alias", "tag", "metrics", "url"]
     assert [line.split()[0] for line in lines[1:]] == [f"{LONG_RUN}@4000", "run7@3000", "run7@2000", "run7@1000"]
-    assert lines[2].split() == ["run7@3000", entry("run7@3000").id, "ucformat", "32", "B", "8d", "-", "-"]
+    row = ["run7@3000", entry("run7@3000").id, "ucformat", "32", "B", "8d", "-", "-", "val_loss=1.5"]
+    assert lines[2].split() == [*row, "/nowhere/run7/3000"]
 
 
 def test_json_and_ids(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
@@ -103,7 +104,15 @@ def test_tables_fit_a_terminal(terminal: Terminal, run: Run, catalog: Path) -> N
     )  # fmt: skip
     lines = text.splitlines()
     assert not [line for line in lines if len(line) > 80 and not line.startswith(("/", "sqlite:", "note:"))]
-    assert lines[0].split() == ["name", "id", "kind", "size", "age"]  # where nothing stands is left out
+    assert lines[0].split() == [
+        "name",
+        "id",
+        "kind",
+        "size",
+        "age",
+        "metrics",
+        "url",
+    ]  # where nothing stands is left out
     assert lines[4].split() == ["name", "id", "kind", "size", "age", "alias", "tag"]
     assert lines[5].startswith("a-swee")
     assert "…" in lines[5]

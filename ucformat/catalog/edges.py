@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.models import Checkpoint, Edge, Location
-from ucformat.catalog.refs import same_url
+from ucformat.catalog.refs import same_place
 from ucformat.catalog.rows import insert_if_absent, lock_names
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def parent_names(manifest: Manifest) -> Iterator[str]:
     Args:
         manifest: the manifest of the child.
     """
-    return (p.id or _place(p.url) for p in manifest.lineage)
+    return (p.id or same_place(p.url) for p in manifest.lineage)
 
 
 def insert_edges(connection: Connection, serial: int, manifest: Manifest, url: str) -> None:
@@ -39,8 +39,8 @@ def insert_edges(connection: Connection, serial: int, manifest: Manifest, url: s
         url: its place, normalized by `same_url`.
     """
     roots = () if manifest.sidecar is None else manifest.sidecar.roots
-    outside = [r for r in map(_place, roots) if not _below(r, url)]
-    parents = [(p, _place(p.url)) for p in manifest.lineage]
+    outside = [r for r in map(same_place, roots) if not _below(r, url)]
+    parents = [(p, same_place(p.url)) for p in manifest.lineage]
     for parent, place in parents:
         depends = any(_below(r, place) or _below(place, r) for r in outside)
         insert_edge(connection, serial, parent.kind, place, parent.id, depends=depends, how=parent.how)
@@ -73,7 +73,7 @@ def insert_edge(
     Returns:
         Whether the edge is new.
     """
-    parent_url = _place(parent_url)
+    parent_url = same_place(parent_url)
     lock_names(connection, parent_id or parent_url)
     parent = None
     if parent_id is not None:
@@ -83,11 +83,6 @@ def insert_edge(
     values = {"parent": parent, "parent_id": parent_id, "depends": depends, "how": dict(how) if how else None}
     keys = {"child": serial, "kind": kind, "parent_url": parent_url}
     return insert_if_absent(connection, Edge, keys, values, Edge.id) is not None
-
-
-def _place(url: str) -> str:
-    """A url in a document, normalized by `same_url`; a relative path is left as it is."""
-    return same_url(url) if url.lower().startswith(("/", "file://")) else url.rstrip("/") or url
 
 
 def _below(url: str, root: str) -> bool:

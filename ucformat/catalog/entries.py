@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from ucformat.catalog.launches import load_continuations
 from ucformat.catalog.models import (
     Alias,
     AliasMove,
@@ -33,6 +34,7 @@ __all__ = [
     "AliasEntry",
     "Entry",
     "HoldEntry",
+    "LineEntry",
     "MoveEntry",
     "NoteEntry",
     "VerificationEntry",
@@ -102,7 +104,9 @@ class Entry:
     `kind` is `ucformat`, or the engine that wrote it; `state` is committed, deleted, purging, purged or replaced.
     `urls` are its places. `files` and `files_nbytes` are the number and bytes of a foreign checkpoint's files. `holds`
     are those that are neither released nor expired. `from_documents` names the annotations that come from documents
-    beside it and not from this catalog: `tag good`, `hold 3`.
+    beside it and not from this catalog: `tag good`, `hold 3`. `launch` is the id of the launch that saved it, or the
+    folder with a slash at the end if it records none, `continues` the positions up to which that continues others, and
+    `family` a number that is the same for launches that continue each other.
     """
 
     id: str
@@ -132,6 +136,9 @@ class Entry:
     notes: tuple[NoteEntry, ...] = ()
     verified: VerificationEntry | None = None
     from_documents: tuple[str, ...] = ()
+    launch: str | None = None
+    continues: Mapping[str, int] = field(default_factory=dict)
+    family: int | None = None
 
     @property
     def url(self) -> str | None:
@@ -140,8 +147,20 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Its short name: `run7@1000`, else the beginning of its id."""
-        return self.id[:12] if self.run is None or self.step is None else f"{self.run}@{self.step}"
+        """Its short name: `run7@1000`, else the name of its folder or file, else the beginning of its id."""
+        if self.run is not None and self.step is not None:
+            return f"{self.run}@{self.step}"
+        return (self.url or "").rstrip("/").rpartition("/")[2] or self.id[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class LineEntry:
+    """A line of a run: its newest checkpoint, how many there are behind it, with it, and their bytes."""
+
+    run: str
+    head: Entry
+    checkpoints: int
+    nbytes: int
 
 
 def load_entries(connection: Connection, serials: Sequence[int], now: datetime) -> list[Entry]:
@@ -194,7 +213,8 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
     holds = many(Hold, "id", lambda r: r)
     notes = many(Note, "text", lambda r: NoteEntry(r.text, r.created, r.who))
     verified = many(Verification, None, _verification)
-    rows = connection.execute(_CHECKPOINTS, {"serials": serials})
+    rows = connection.execute(_CHECKPOINTS, {"serials": serials}).all()
+    launches = load_continuations(connection, {r.launch_id for r in rows})
     return {
         r.serial: Entry(
             id=r.id,
@@ -228,6 +248,9 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
             notes=_tuple(notes.get(r.serial)),
             verified=verified[r.serial][-1] if r.serial in verified else None,
             from_documents=tuple(sorted(documented.get(r.serial, ()))),
+            launch=launches[r.launch_id][0],
+            family=launches[r.launch_id][1],
+            continues=launches[r.launch_id][2],
         )
         for r in rows
     }

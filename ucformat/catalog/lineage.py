@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import sqlalchemy as sa
 
 from ucformat.catalog.edges import insert_edge
+from ucformat.catalog.launches import link_launches
 from ucformat.catalog.models import Checkpoint, Edge, Location, Run
 from ucformat.catalog.refs import parse_ref, resolve
 from ucformat.catalog.rows import MAX_IN_LIST, event
@@ -172,6 +173,7 @@ def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp:
     else:
         new = _link(connection, serial, known, ref.place, kind)
     if new:
+        link_launches(connection, Edge.child == serial)
         event(connection, "link", stamp, serial, parent=parent, kind=kind)
     return new
 

@@ -24,12 +24,14 @@ __all__ = [
     "Base",
     "Checkpoint",
     "Config",
+    "Continuation",
     "Digest",
     "Edge",
     "Event",
     "Form",
     "Hold",
     "Identity",
+    "Launch",
     "Location",
     "Metric",
     "Note",
@@ -72,6 +74,27 @@ class Run(Base):
     id = column(Integer, primary_key=True)
     name = column(PlainText, unique=True)
     created = column(UtcDateTime)
+
+
+class Launch(Base):
+    """A launch of a training, by its id, or a folder of checkpoints that record none, with a slash at its end.
+
+    `family` is the same for launches that continue each other.
+    """
+
+    __tablename__ = "launch"
+    id = column(Integer, primary_key=True)
+    name = column(PlainText, unique=True)
+    family = column(Integer, index=True, nullable=True)
+
+
+class Continuation(Base):
+    """A launch that a launch continues, up to a position: a count of commits, or a step in a folder."""
+
+    __tablename__ = "continuation"
+    launch = column(Integer, ForeignKey("launch.id", ondelete="CASCADE"), primary_key=True)
+    continued = column(Integer, ForeignKey("launch.id", ondelete="CASCADE"), primary_key=True, index=True)
+    position = column(BigInteger)
 
 
 class Config(Base):
@@ -125,6 +148,7 @@ class Checkpoint(Base):
     kind = column(PlainText)
     state = column(PlainText)
     run_id = column(Integer, ForeignKey("run.id"), nullable=True)
+    launch_id = column(Integer, ForeignKey("launch.id"), index=True, nullable=True)
     step = column(BigInteger, nullable=True)
     commits = column(BigInteger, nullable=True)
     created = column(UtcDateTime)

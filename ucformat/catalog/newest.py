@@ -1,24 +1,25 @@
 """The order of checkpoints by age: by counts of commits where they exist, because clocks may be wrong.
 
-A training counts its commits (`commits` of a manifest). Within a run, the checkpoint with the higher count is newer,
-since its writer had loaded or seen the others; with equal counts the one with the higher step, then the one that was
-created later. A checkpoint without a count (of an engine, or converted) is treated as having the highest count at its
-step or before. Runs, and checkpoints with neither step nor count, are compared by time, where a checkpoint is never
-earlier than those of its run that it is newer than.
+A training counts its commits (`commits` of a manifest). Within a family, launches of a run that continue each other
+(`catalog.lines`), the checkpoint with the higher count is newer, since its writer had loaded or seen the others; with
+equal counts the one with the higher step, then the one that was created later. A checkpoint without a count (of an
+engine, or converted) is treated as having the highest count at its step or before. Families, and checkpoints with
+neither step nor count, are compared by time, where a checkpoint is never earlier than those of its family that it is
+newer than.
 """
 
 from __future__ import annotations
 
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from datetime import datetime
 
     from sqlalchemy import ColumnElement, CompoundSelect, Connection, Select
 
-__all__ = ["Dated", "before", "contradiction", "contradictions", "newest_first", "select_newest_first"]
+__all__ = ["Dated", "OfFamily", "before", "newest_first", "ranked", "select_newest_first", "select_newest_of_launches"]
 
 
 class Dated(Protocol):
@@ -45,32 +46,45 @@ class Dated(Protocol):
         """When it was created, by its writer's clock."""
 
 
+class OfFamily(Dated, Protocol):
+    """A checkpoint with its family."""
+
+    @property
+    def family(self) -> object:
+        """What its launch has in common with those that it continues, and with those that continue it."""
+
+
 T = TypeVar("T", bound=Dated)
+F = TypeVar("F", bound=OfFamily)
 
 
-def newest_first(items: Iterable[T]) -> list[T]:
+def newest_first(items: Iterable[F]) -> list[F]:
     """Sort checkpoints, newest first.
 
     Args:
         items: the checkpoints, in any order.
     """
-    runs: dict[object, list[T]] = {}
+    families: dict[object, list[F]] = {}
     for item in items:
         alone = item.run is None or (item.step is None and item.commits is None)
-        runs.setdefault(("", item.id) if alone else (item.run,), []).append(item)
-    found: list[tuple[tuple[Any, ...], T]] = []
-    for run in runs.values():
-        count, ranked = 0, []
-        for item in sorted(run, key=lambda i: (_step(i), i.commits is None)):
-            count = max(count, item.commits or 0)
-            own = count if item.commits is None else item.commits
-            ranked.append(((own, _step(item), item.created, item.id), item))
-        ranked.sort(key=itemgetter(0))
-        latest = min(item.created for item in run)
-        for rank, item in ranked:
+        families.setdefault(("", item.id) if alone else (item.run, item.family), []).append(item)
+    found: list[tuple[tuple[Any, ...], F]] = []
+    for family in families.values():
+        latest = min(item.created for item in family)
+        for *rank, item in sorted(ranked(family), key=lambda r: r[:-1]):
             latest = max(latest, item.created)
             found.append(((latest, *rank), item))
     return [item for _, item in sorted(found, key=itemgetter(0), reverse=True)]
+
+
+def ranked(items: Iterable[T]) -> list[tuple[int, int, datetime, str, T]]:
+    """Give each checkpoint of a family its rank, by which the newest is the greatest: count, step, time and id."""
+    count, found = 0, []
+    for item in sorted(items, key=lambda i: (_step(i), i.commits is None)):
+        count = max(count, item.commits or 0)
+        own = count if item.commits is None else item.commits
+        found.append((own, _step(item), item.created, item.id, item))
+    return found
 
 
 def _step(item: Dated) -> int:
@@ -88,29 +102,55 @@ def select_newest_first(*where: ColumnElement[bool]) -> Select[Any]:
     """
     import sqlalchemy as sa
 
+    from ucformat.catalog.models import Checkpoint, Launch
+
+    alone = sa.or_(Checkpoint.run_id.is_(None), sa.and_(Checkpoint.step.is_(None), Checkpoint.commits.is_(None)))
+    family = sa.func.coalesce(Launch.family, Launch.id)
+    counted = _counted([Checkpoint.run_id, family, sa.case((alone, Checkpoint.serial))], where)
+    order = (counted["counted"], counted["at"], counted.created, counted.serial)
+    latest = sa.func.max(counted.created).over(
+        partition_by=(counted.part_0, counted.part_1, counted.part_2), order_by=order
+    )
+    found = sa.select(*(counted[name] for name in (*_COLUMNS, "counted")))
+    return found.order_by(latest.desc(), *(key.desc() for key in order))
+
+
+def select_newest_of_launches(*where: ColumnElement[bool]) -> Select[Any]:
+    """A query for the newest checkpoints of each launch, several where they tie.
+
+    Args:
+        where: conditions on `models.Checkpoint`.
+
+    Returns:
+        A query for the columns of `select_newest_first`.
+    """
+    import sqlalchemy as sa
+
     from ucformat.catalog.models import Checkpoint
 
+    counted = _counted([Checkpoint.launch_id], where)
+    order = (counted["counted"].desc(), counted["at"].desc())
+    place = sa.func.rank().over(partition_by=counted.part_0, order_by=order).label("place")
+    found = sa.select(*(counted[name] for name in (*_COLUMNS, "counted")), place).subquery()
+    return sa.select(found).where(found.c.place == 1).order_by(found.c.serial)
+
+
+_COLUMNS = ("serial", "id", "kind", "step", "commits", "created", "launch_id")
+
+
+def _counted(parts: list[Any], where: Iterable[ColumnElement[bool]]) -> Any:
+    """The columns of a query for checkpoints with their counts, or the substitutes in their part of all."""
+    import sqlalchemy as sa
+
+    from ucformat.catalog.models import Checkpoint, Launch
+
     step = sa.func.coalesce(Checkpoint.step, -1)
-    alone = sa.or_(Checkpoint.run_id.is_(None), sa.and_(Checkpoint.step.is_(None), Checkpoint.commits.is_(None)))
-    run: list[Any] = [Checkpoint.run_id, sa.case((alone, Checkpoint.serial))]
-    before = sa.func.max(Checkpoint.commits).over(partition_by=run, order_by=step)
-    columns = ("serial", "id", "kind", "step", "commits", "created")
-    counted = (
-        sa.select(
-            *(getattr(Checkpoint, name) for name in columns),
-            run[0].label("run"),
-            run[1].label("alone"),
-            sa.func.coalesce(Checkpoint.commits, before, 0).label("count"),
-            step.label("at"),
-        )
-        .where(*where)
-        .subquery()
-        .c
-    )
-    order = (counted["count"], counted["at"], counted.created, counted.serial)
-    latest = sa.func.max(counted.created).over(partition_by=(counted.run, counted.alone), order_by=order)
-    found = sa.select(*(counted[name] for name in columns), counted["count"].label("counted"))
-    return found.order_by(latest.desc(), *(key.desc() for key in order))
+    before = sa.func.max(Checkpoint.commits).over(partition_by=parts, order_by=step)
+    columns = (getattr(Checkpoint, name) for name in _COLUMNS)
+    keys = (part.label(f"part_{i}") for i, part in enumerate(parts))
+    count = sa.func.coalesce(Checkpoint.commits, before, 0).label("counted")
+    query = sa.select(*columns, *keys, count, step.label("at")).outerjoin(Launch, Launch.id == Checkpoint.launch_id)
+    return query.where(*where).subquery().c
 
 
 def before(connection: Connection, last: Select[Any]) -> ColumnElement[bool]:
@@ -173,36 +213,3 @@ def _before_many(last: Select[Any]) -> CompoundSelect[Any]:
         for later in (run.step >= least.c.step, run.step >= counted.scalar_subquery(), run.step.is_(None))
     ]
     return sa.union(sa.select(found.c.serial), *parts)
-
-
-def contradictions(items: Iterable[T], name: Callable[[T], str]) -> list[str]:
-    """Warn of runs in which a checkpoint was created earlier than one with fewer commits, by a clock that was wrong.
-
-    Args:
-        items: the checkpoints, in any order.
-        name: returns the name of a checkpoint for the warning.
-
-    Returns:
-        At most one warning for each run, on its newest such checkpoint.
-    """
-    last: dict[str | None, T] = {}
-    found: dict[str | None, str] = {}
-    for item in sorted((i for i in items if i.commits is not None), key=attrgetter("commits")):
-        other = last.get(item.run, item)
-        if item.run is not None and item.created < other.created and item.commits != other.commits:
-            found[item.run] = contradiction(name(item), item.created, name(other), other.created)
-        last[item.run] = max(other, item, key=attrgetter("created"))
-    return list(found.values())
-
-
-def contradiction(newer: str, created: datetime, older: str, before: datetime) -> str:
-    """The warning for two checkpoints of which one was committed later, but created earlier by its clock.
-
-    Args:
-        newer: the name of the one with more commits.
-        created: when it was created, by its writer's clock.
-        older: the name of the other.
-        before: when that one was created, which is later.
-    """
-    times = f"{created.isoformat()} and {before.isoformat()}"
-    return f"{newer} was committed after {older}, but created earlier ({times}): a clock was wrong; commits decide"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from ucformat.catalog import content, entries, find_dependents, refs, search, stamp
 from ucformat.catalog.database import Database
-from ucformat.catalog.entries import load_entries
+from ucformat.catalog.entries import LineEntry, load_entries
 from ucformat.catalog.refs import parse_ref, resolve, same_url
 from ucformat.catalog.rows import load_events
 from ucformat.catalog.stamp import GRACE
@@ -131,6 +131,23 @@ class CatalogReader:
         with self._database.reading() as c:
             return search.count_checkpoints(c, where, stamp.now(), deleted=deleted, most=10_000)
 
+    def lines(self, where: str = "") -> list[LineEntry]:
+        """Find the lines of all runs (docs/catalog.md), by run.
+
+        Args:
+            where: a filter that the checkpoints match (default: all).
+
+        Raises:
+            UsageError: as in `find`.
+        """
+        with self._database.reading() as c:
+            found = search.find_lines(c, where, stamp.now())
+            heads = load_entries(c, [serial for _, serial, _, _ in found], stamp.now())
+            return [
+                LineEntry(run, head, number, nbytes)
+                for (run, _, number, nbytes), head in zip(found, heads, strict=True)
+            ]
+
     def get(self, ref: str) -> Entry:
         """Look up a checkpoint.
 
@@ -161,6 +178,15 @@ class CatalogReader:
         """
         with self._database.reading() as c:
             return load_entries(c, refs.resolve_between(c, run, first, last), stamp.now())
+
+    def commits(self, run: str) -> int:
+        """The greatest count of commits of a run's checkpoints, whether they still exist or not; 0 if none is known.
+
+        Args:
+            run: the run.
+        """
+        with self._database.reading() as c:
+            return refs.greatest_commits(c, run)
 
     def places(self, root: str) -> list[LocationEntry]:
         """The recorded places of checkpoints at or below a root, sorted by url.

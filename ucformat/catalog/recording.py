@@ -19,8 +19,10 @@ from ucformat.catalog.content import (
     tensor_sets,
 )
 from ucformat.catalog.edges import insert_edges, parent_names
-from ucformat.catalog.models import Checkpoint, Config, Edge, Form, Location, Metric, Run, Verification
-from ucformat.catalog.refs import parent_name
+from ucformat.catalog.launches import link_launches, record_continued
+from ucformat.catalog.lines import folder_launch
+from ucformat.catalog.models import Checkpoint, Config, Edge, Form, Launch, Location, Metric, Run, Verification
+from ucformat.catalog.refs import parent_name, same_place
 from ucformat.catalog.rows import event, events, get_or_insert, insert_if_absent, lock, lock_names, touch, unindexed
 from ucformat.errors import UsageError
 
@@ -139,6 +141,7 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
     runs = {n: _run(connection, n, stamp.now) for n in sorted({n for n in names.values() if n is not None})}
     configs = _configs(connection, [f.manifest.config for f in new.values()])
     tables = [f.manifest.tensors for f in new.values()]
+    launches = {i: _launch(connection, f.manifest, f.url) for i, f in new.items()}
     structures, blocks = tensor_sets(connection, tables), digest_blocks(connection, tables)
     rows = [
         {
@@ -146,6 +149,7 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
             "kind": f.kind,
             "state": "committed",
             "run_id": runs.get(names[i] or ""),
+            "launch_id": launches[i],
             "step": f.manifest.step,
             "commits": f.manifest.commits,
             "created": _created(f.manifest),
@@ -183,12 +187,31 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
         connection.execute(sa.insert(Metric), metrics)
     for i, f in new.items():
         insert_edges(connection, serials[i], f.manifest, f.url)
+    record_continued(connection, {i: f.manifest for i, f in new.items()}, serials.values())
     events(connection, "record", stamp, {serials[i]: {"url": f.url, "kind": f.kind} for i, f in new.items()})
     return serials
 
 
 def _run(connection: Connection, name: str, now: datetime) -> int:
     return get_or_insert(connection, Run, {"name": name}, {"created": now})
+
+
+def _launch(connection: Connection, manifest: Manifest, url: str) -> int:
+    """Get or create the launch of a new checkpoint; a conversion is the same step again, of the same launch."""
+    if manifest.launch is not None:
+        return get_or_insert(connection, Launch, {"name": manifest.launch.id}, {})
+    for edge in manifest.lineage:
+        if edge.kind in ("convert", "quantize"):
+            place = same_place(edge.url)
+            parent = Checkpoint.id == edge.id
+            if edge.id is None:
+                parent = Checkpoint.serial.in_(sa.select(Location.checkpoint).where(Location.url == place))
+            found = connection.scalar(sa.select(Checkpoint.launch_id).where(parent))
+            if found is not None:
+                return found
+            url = place
+            break
+    return get_or_insert(connection, Launch, {"name": folder_launch(url)}, {})
 
 
 def _configs(connection: Connection, configs: Sequence[Mapping[str, Any]]) -> list[int | None]:
@@ -370,6 +393,7 @@ def _adopt_children(connection: Connection, ids: Mapping[str, int], urls: Mappin
     """Link the edges of children that were recorded before their parents."""
     by_id = Edge.parent_id.in_(ids)
     by_url = sa.and_(Edge.parent_id.is_(None), Edge.parent_url.in_(urls))
+    adopted = []
     for which in (by_id, by_url):
         orphans = sa.select(Edge.id, Edge.child, Edge.parent_id, Edge.parent_url)
         for edge in connection.execute(orphans.where(which, unindexed(Edge.parent).is_(None))).all():
@@ -377,6 +401,9 @@ def _adopt_children(connection: Connection, ids: Mapping[str, int], urls: Mappin
             if parent != edge.child:
                 values: dict[str, Any] = {"parent": parent}
                 connection.execute(sa.update(Edge).where(Edge.id == edge.id).values(values))
+                adopted.append(edge.id)
+    if adopted:
+        link_launches(connection, Edge.id.in_(adopted))
 
 
 def add_verification(

@@ -2,7 +2,9 @@
 
 a place        a path or url: anything with `://`, or that begins with `/`, `./`, `../` or `~`
 run7@1000      the checkpoint of a run at a step
-run7@latest    its newest one (`catalog.newest`)
+run7@latest    its newest one (`catalog.newest`), of the only line of the run (`catalog.lines`)
+launch:3f2a@1000, launch:3f2a@latest    of a launch, by its id or the beginning of one
+folder:PLACE@1000, folder:PLACE@latest    of those at places below a folder
 run7@best      the target of the alias `run7/best`, else of the alias `best` if that is a checkpoint of this run
 alias:best     the target of an alias
 d829318292     an id, or the beginning of one, at least four characters
@@ -19,20 +21,25 @@ from urllib.parse import unquote
 
 import sqlalchemy as sa
 
-from ucformat.catalog.models import Alias, Checkpoint, Location, Run
-from ucformat.catalog.newest import contradiction, select_newest_first
+from ucformat.catalog.launches import load_families
+from ucformat.catalog.lines import all_continued, contradiction, heads, launch_label
+from ucformat.catalog.models import Alias, Checkpoint, Launch, Location, Run
+from ucformat.catalog.newest import select_newest_of_launches
 from ucformat.catalog.rows import MAX_IN_LIST, lock, starts_with, unindexed
 from ucformat.errors import NotFound, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
-    from sqlalchemy import Connection
+    from sqlalchemy import ColumnElement, Connection
+
+    from ucformat.catalog.lines import Placed
 
 __all__ = [
     "LocationEntry",
     "Ref",
+    "greatest_commits",
     "is_place",
     "listings",
     "locations",
@@ -42,22 +49,26 @@ __all__ = [
     "resolve",
     "resolve_between",
     "resolve_committed",
+    "same_place",
     "same_url",
 ]
 
 _log = logging.getLogger("ucformat")
+_PREFIXES = ("alias:", "launch:", "folder:")
 _ID = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A reference, parsed: exactly one of place, alias, id, or a run with a step, `latest` or an alias."""
+    """A reference, parsed: a place, alias or id, or a run, launch or folder `at` a step, `latest` or an alias."""
 
     text: str
     place: str | None = None
     alias: str | None = None
     id: str | None = None
     run: str | None = None
+    launch: str | None = None
+    folder: str | None = None
     at: int | str | None = None
 
 
@@ -67,6 +78,8 @@ def is_place(text: str) -> bool:
     Args:
         text: the reference.
     """
+    if text.startswith(_PREFIXES):
+        return False
     return "://" in text or text.startswith(("/", "./", "../", "~")) or text in (".", "..")
 
 
@@ -90,8 +103,19 @@ def parse_ref(text: str) -> Ref:
             )
         return Ref(text, alias=text[6:])
     run, at, which = text.rpartition("@")
+    step = int(which) if re.fullmatch(r"\d{1,18}", which, re.ASCII) else which
+    if text.startswith(_PREFIXES):
+        kind, _, name = run.partition(":")
+        if not name or (which != "latest" and not isinstance(step, int)):
+            hint = "write launch:ID@latest, launch:ID@1000, folder:PLACE@latest or folder:PLACE@1000"
+            raise UsageError(f"{text!r} does not say which checkpoint of a launch or folder", hint=hint)
+        if kind == "folder":
+            return Ref(text, folder=same_url(name), at=step)
+        if not _ID.fullmatch(name):
+            raise UsageError(f"{name!r} is no id of a launch, nor the beginning of one", hint=_LINES)
+        return Ref(text, launch=name, at=step)
     if at and run and which:
-        return Ref(text, run=run, at=int(which) if re.fullmatch(r"\d{1,18}", which, re.ASCII) else which)
+        return Ref(text, run=run, at=step)
     if _ID.fullmatch(text):
         return Ref(text, id=text)
     return Ref(text, place=same_url(text))
@@ -111,6 +135,11 @@ def same_url(place: str) -> str:
         return place.rstrip("/")
     path = unquote(f"/{rest.partition('/')[2]}") if found else place
     return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 - links stay as they are written
+
+
+def same_place(url: str) -> str:
+    """A url in a document, normalized by `same_url`; a relative path is left as it is."""
+    return same_url(url) if url.lower().startswith(("/", "file://")) else url.rstrip("/") or url
 
 
 def parent_name(url: str) -> str | None:
@@ -144,6 +173,16 @@ def resolve(connection: Connection, ref: Ref) -> int:
         return _alias(connection, ref.alias)
     if ref.run is not None:
         return _of_run(connection, ref, ref.run)
+    if ref.launch is not None:
+        query = sa.select(Launch.id, Launch.name).where(starts_with(Launch.name, ref.launch)).limit(2)
+        launches = connection.execute(query).all()
+        if len(launches) != 1:
+            what = "several launches" if launches else "no launch"
+            raise (UsageError if launches else NotFound)(f"the catalog has {what} {ref.launch!r}", hint=_LINES)
+        return _at(connection, ref, Checkpoint.launch_id == launches[0].id, f"the launch {launches[0].name!r}")
+    if ref.folder is not None:
+        below = sa.select(Location.checkpoint).where(starts_with(Location.url, f"{ref.folder}/"))
+        return _at(connection, ref, Checkpoint.serial.in_(below), f"the folder {ref.folder!r}")
     by_id = sa.select(Checkpoint.serial).where(Checkpoint.id == ref.text)
     serial: int | None = None
     if ref.id is not None:
@@ -196,6 +235,17 @@ def resolve_between(connection: Connection, run: str, first: int, last: int) -> 
     return [_one(Ref(f"{run}@{step}", run=run, at=step), rows) for step, rows in found.items()]
 
 
+def greatest_commits(connection: Connection, run: str) -> int:
+    """The greatest count of commits of a run's checkpoints; 0 if none is known.
+
+    Args:
+        connection: a transaction.
+        run: the run, which need not be in the catalog.
+    """
+    of_run = Checkpoint.run_id == sa.select(Run.id).where(Run.name == run).scalar_subquery()
+    return connection.scalar(sa.select(sa.func.max(Checkpoint.commits)).where(of_run)) or 0
+
+
 def resolve_committed(connection: Connection, ref: str, *others: int | None) -> int:
     """Look up a committed checkpoint, and lock it together with others so that transactions cannot deadlock.
 
@@ -243,26 +293,8 @@ def _run_id(connection: Connection, run: str) -> int:
 
 def _of_run(connection: Connection, ref: Ref, run: str) -> int:
     run_id = _run_id(connection, run)
-    here = sa.select(*_COLUMNS).where(Checkpoint.run_id == run_id)
-    if isinstance(ref.at, int):
-        found = _rows(
-            connection, here.where(Checkpoint.step == ref.at, unindexed(Checkpoint.state).in_(("committed", "deleted")))
-        )
-        found = [r for r in found if r.state == "committed"] or found  # a deleted one can be restored by its name
-        if not found:
-            raise NotFound(
-                f"the run {run!r} has no checkpoint of step {ref.at}",
-                hint=f"`ucp ls \"run = '{run}'\"` lists its steps",
-            )
-        return _one(ref, found)
-    if ref.at == "latest":
-        there = (Checkpoint.run_id == run_id, Checkpoint.state == "committed")
-        ranked = connection.execute(select_newest_first(*there, Checkpoint.step.is_not(None)).limit(100)).all()
-        if not ranked:
-            raise NotFound(f"the run {run!r} has no checkpoint with a step")
-        newest = ranked[0]
-        _warn_of_clocks(connection, there, newest)
-        return _one(ref, [r for r in ranked if (r.counted, r.step) == (newest.counted, newest.step)])
+    if isinstance(ref.at, int) or ref.at == "latest":
+        return _at(connection, ref, Checkpoint.run_id == run_id, f"the run {run!r}")
     scoped = connection.scalar(sa.select(Alias.checkpoint).where(Alias.name == f"{run}/{ref.at}"))
     if scoped is not None:
         return scoped
@@ -273,6 +305,75 @@ def _of_run(connection: Connection, ref: Ref, run: str) -> int:
             hint=f"write alias:{ref.at}, or give the run an alias of its own: ucp alias set {run}/{ref.at} REF",
         )
     return serial
+
+
+def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str) -> int:
+    """The checkpoint at a step of a run, launch or folder, or its newest."""
+    if isinstance(ref.at, int):
+        here = sa.select(*_COLUMNS).where(these, Checkpoint.step == ref.at)
+        found = _rows(connection, here.where(unindexed(Checkpoint.state).in_(("committed", "deleted"))))
+        found = [r for r in found if r.state == "committed"] or found  # a deleted one can be restored by its name
+        if not found:
+            hint = f"`ucp ls \"run = '{ref.run}'\"` lists its steps" if ref.run else "`ucp ls --runs` lists runs"
+            raise NotFound(f"{name} has no checkpoint of step {ref.at}", hint=hint)
+        return _one(ref, found)
+    there = (these, Checkpoint.state == "committed", Checkpoint.step.is_not(None))
+    newest: dict[int | None, list[Any]] = {}
+    for row in connection.execute(select_newest_of_launches(*there)):
+        newest.setdefault(row.launch_id, []).append(row)
+    if not newest:
+        raise NotFound(f"{name} has no checkpoint with a step")
+    launches = load_families(connection, list(newest))
+    numbers: dict[str | None, int | None] = {launch: number for number, (launch, _, _) in launches.items()}
+    tips: dict[str | None, Placed] = {
+        launches[n][0]: _Tip(launches[n][0], rows[0].commits, rows[0].step) for n, rows in newest.items()
+    }
+    direct: dict[str | None, dict[str, int]] = {launch: continued for launch, _, continued in launches.values()}
+    last = [numbers[h] for h in heads(tips, direct)]
+    if len(last) > 1:
+        raise _several_heads(connection, ref, name, [newest[n][0] for n in last], launches)
+    behind: list[ColumnElement[bool]] = [Checkpoint.launch_id.is_not_distinct_from(last[0])]
+    for launch, most in all_continued(launches[last[0]][0], direct).items():
+        behind.append(sa.and_(Checkpoint.launch_id == numbers[launch], Checkpoint.commits <= most))
+    _warn_of_clocks(connection, (*there, sa.or_(*behind)), newest[last[0]][0])
+    return _one(ref, newest[last[0]])
+
+
+@dataclass(frozen=True, slots=True)
+class _Tip:
+    """The newest checkpoint of a launch."""
+
+    launch: str | None
+    commits: int | None
+    step: int
+
+
+def _several_heads(
+    connection: Connection,
+    ref: Ref,
+    name: str,
+    found: Sequence[Any],
+    launches: Mapping[int | None, tuple[str | None, Any, Any]],
+) -> UsageError:
+    """The error that lists the heads of a run that has several lines."""
+    urls = sa.select(Location.checkpoint, sa.func.min(Location.url)).group_by(Location.checkpoint)
+    shown = Location.checkpoint.in_([r.serial for r in found[:_SHOWN]])
+    places: dict[int, str] = dict(connection.execute(urls.where(shown)).all())
+    listed = [
+        f"  step {r.step}: {r.id[:12]}, launch {launch_label(launches[r.launch_id][0])}, {places.get(r.serial, 'gone')}"
+        for r in found[:_SHOWN]
+    ]
+    more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    text = f"{ref.text!r} is ambiguous: {name} has {len(found)} lines that do not continue each other; their newest are"
+    return UsageError("\n".join([text, *listed, *more]), hint=_CHOOSE)
+
+
+_SHOWN = 10
+_LINES = "`ucp ls --runs` lists runs and their launches"
+_CHOOSE = (
+    "choose a line by its launch or folder: launch:ID@latest, folder:PLACE@latest; or a checkpoint by its id. "
+    "`ucp ls --runs` lists lines; `ucp link` records that one continues another"
+)
 
 
 def _warn_of_clocks(connection: Connection, there: tuple[Any, ...], newest: Any) -> None:

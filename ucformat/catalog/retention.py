@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest, nsmallest
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucformat.catalog.newest import contradictions
+from ucformat.catalog.lines import contradictions, lines
 from ucformat.errors import UpgradeNeeded, UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class RetentionRow:
     checkpoints that need this one's files, unless they are purged. `claims` are aliases in the document beside it that
     point elsewhere in this catalog. `matches` are the indexes in `policy.filters()` of the filters that it matches;
     `metrics` has at least those in `policy.metrics()`. `deleted_clocks` are the seconds that clocks other than the
-    host's showed when it was deleted. `places` are its urls.
+    host's showed when it was deleted. `places` are its urls. `launch` and `continues` are as in `catalog.lines`.
     """
 
     serial: int
@@ -81,6 +82,8 @@ class RetentionRow:
     purge_after: datetime | None = None
     deleted_clocks: Mapping[str, float] = field(default_factory=dict)
     places: tuple[str, ...] = ()
+    launch: str | None = None
+    continues: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -246,36 +249,39 @@ def _of(rule: Last | Best) -> str:
 
 
 def _groups(rule: Last | Best, rows: Sequence[RetentionRow]) -> Iterable[Sequence[RetentionRow]]:
-    """The groups in which checkpoints compete. Each checkpoint without a run is a group of its own."""
+    """The groups in which checkpoints compete: each line of a run, and each checkpoint without a run."""
     if rule.group == "all":
         return [rows]
+    return _lines(rows)
+
+
+def _lines(rows: Iterable[RetentionRow]) -> list[list[RetentionRow]]:
+    """The lines of all runs, newest first; each checkpoint without a run is one of its own."""
     runs: dict[object, list[RetentionRow]] = defaultdict(list)
     for row in rows:
         runs[row.serial if row.run is None else row.run].append(row)
-    return runs.values()
+    return [line for run in runs.values() for _, line in lines(run)]
 
 
 def _last(rule: Last, rows: Sequence[RetentionRow]) -> Iterator[RetentionRow]:
-    """The last by count of commits and by step: after a rollback the newest checkpoints do not have the highest steps.
+    """The head of each line, and the last by count of commits and by step, which after a rollback are others.
 
-    Of checkpoints without a count, also the last by time. Runs are compared by time alone, and as many checkpoints of
-    each run are kept by count as by time.
+    Of checkpoints without a count, also the last by time. Lines are compared by time alone, and as many checkpoints of
+    each line are kept by count as by time.
     """
     for group in _groups(rule, rows):
         if rule.group == "run":
-            yield from nlargest(rule.count, [row for row in group if row.commits is not None], key=_by_count)
+            yield group[0]
+            yield from islice((row for row in group if row.commits is not None), rule.count)
             yield from nlargest(rule.count, [row for row in group if row.commits is None], key=_by_time)
             yield from nlargest(rule.count, [row for row in group if row.step is not None], key=_by_step)
             continue
         newest = nlargest(rule.count, group, key=_by_time)
         yield from newest
-        for run, many in Counter(row.run for row in newest if row.run is not None).items():
-            counted = [row for row in group if row.run == run and row.commits is not None]
-            yield from nlargest(many, counted, key=_by_count)
-
-
-def _by_count(row: RetentionRow) -> tuple[object, ...]:
-    return (row.commits, *_by_step(row))
+        chosen = {row.serial for row in newest}
+        for line in _lines(row for row in group if row.run is not None):
+            many = sum(row.serial in chosen for row in line)
+            yield from islice((row for row in line if row.commits is not None), many)
 
 
 def _by_time(row: RetentionRow) -> tuple[object, ...]:

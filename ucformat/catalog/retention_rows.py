@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from ucformat.catalog.launches import load_continuations
 from ucformat.catalog.models import Alias, AliasClaim, Checkpoint, Edge, Hold, Location, Metric, Run, Tag
 from ucformat.catalog.retention import RetentionHold, RetentionRow
 from ucformat.catalog.rows import MAX_IN_LIST, starts_with, unindexed
@@ -48,6 +49,7 @@ _NEEDED = (
     Checkpoint.deleted,
     Checkpoint.purge_after,
     Checkpoint.deleted_clocks,
+    Checkpoint.launch_id,
 )
 #: Reading all columns takes twice as long, because of their times.
 _COLUMNS: dict[Any, tuple[Any, ...]] = {
@@ -106,6 +108,7 @@ def retention_rows(
         for serial in connection.scalars(found):
             matches.setdefault(serial, []).append(i)
     rows = connection.execute(query(Checkpoint), given).all()
+    launches = load_continuations(connection, {r.launch_id for r in rows})
     places = many(Location)
     owners = {url: serial for serial, urls in places.items() for url in urls}
     dependents = _dependents(connection, {r.serial for r in rows}, owners)
@@ -125,8 +128,10 @@ def retention_rows(
             purge_after=purge_after,
             deleted_clocks=clocks or {},
             places=tuple(places.get(serial, ())),
+            launch=launches[launch][0],
+            continues=launches[launch][2],
         )
-        for serial, name, kind, state, step, commits, created, nbytes, deleted, purge_after, clocks, run in rows
+        for serial, name, kind, state, step, commits, created, nbytes, deleted, purge_after, clocks, launch, run in rows
     ]
 
 

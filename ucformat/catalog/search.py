@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.models import Checkpoint, Metric
+from ucformat.catalog.launches import load_continuations
+from ucformat.catalog.lines import lines
+from ucformat.catalog.models import Checkpoint, Metric, Run
 from ucformat.catalog.newest import before, select_newest_first
 from ucformat.catalog.rows import unindexed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from sqlalchemy import ColumnElement, Connection, Select
 
     from ucformat.catalog.filter.syntax import Sort
 
-__all__ = ["NEWEST", "count_checkpoints", "find_serials", "is_empty"]
+__all__ = ["NEWEST", "count_checkpoints", "find_lines", "find_serials", "is_empty"]
 
 #: The default order (`catalog.newest`).
 NEWEST = "newest"
@@ -167,6 +169,50 @@ def count_checkpoints(
     if len(found) == 1 and found[0] is _COMMITTED:
         found = (Checkpoint.state == "committed",)  # whose index has all that is counted
     return connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*found)).scalar_one()
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A checkpoint as `catalog.lines` sees it."""
+
+    serial: int
+    id: str
+    run: str
+    step: int | None
+    commits: int | None
+    created: datetime
+    nbytes: int
+    launch: str | None
+    continues: Mapping[str, int]
+
+
+def find_lines(connection: Connection, where: str, now: datetime) -> list[tuple[str, int, int, int]]:
+    """Find the lines of all runs, by run and then the newest first.
+
+    Args:
+        connection: a transaction.
+        where: a filter that the checkpoints match; empty for all.
+        now: the time that ages and holds refer to.
+
+    Returns:
+        Of each line the run, the serial of the head, the number of checkpoints, and their bytes.
+    """
+    conditions = _where(connection, where, now, deleted=False)
+    chosen = sa.select(Checkpoint.serial).where(*conditions.all(connection))
+    columns = (Checkpoint.serial, Checkpoint.id, Run.name, Checkpoint.step, Checkpoint.commits, Checkpoint.created)
+    query = sa.select(*columns, Checkpoint.nbytes, Checkpoint.launch_id).join(Run, Run.id == Checkpoint.run_id)
+    found = connection.execute(query.where(Checkpoint.serial.in_(chosen))).all()
+    launches = load_continuations(connection, {row.launch_id for row in found})
+    runs: dict[str, list[_Row]] = {}
+    for serial, name, run, step, commits, created, nbytes, number in found:
+        launch, _, continues = launches[number]
+        row = _Row(serial, name, run, step, commits, created, nbytes, launch, continues)
+        runs.setdefault(run, []).append(row)
+    return [
+        (run, head.serial, len(line), sum(row.nbytes for row in line))
+        for run in sorted(runs)
+        for head, line in sorted(lines(runs[run]), key=lambda found: found[0].created, reverse=True)
+    ]
 
 
 def is_empty(connection: Connection) -> bool:

@@ -307,6 +307,7 @@ def _described(
         producer={"ucformat": __version__, "python": platform.python_version()}
         | {f"engine.{k}": v for k, v in source.metadata.engine.items()},
         run=source.manifest.run,
+        launch=None if source.universal is None else source.universal.manifest.launch,
         metrics=source.manifest.metrics,
         config=source.manifest.config,
         step=source.metadata.step,

@@ -17,6 +17,7 @@ __all__ = [
     "FileDoc",
     "GridDoc",
     "GroupDoc",
+    "LaunchDoc",
     "LineageDoc",
     "Manifest",
     "PerRankDoc",
@@ -131,6 +132,21 @@ class LineageDoc(_Document):
     how: Values = {}
 
 
+class LaunchDoc(_Document):
+    """The launch that saved a checkpoint: a training from its start, or from a load, to its end.
+
+    `continues` are the launches behind it, by id, each up to a count of commits: those of the checkpoint that it
+    loaded, and those that it found in its folder.
+    """
+
+    id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    continues: dict[str, Commits] = {}
+
+    def after(self, commits: int | None) -> dict[str, int]:
+        """What a launch continues that loads a checkpoint of this one, which has this count of commits."""
+        return dict(self.continues) if commits is None else {**self.continues, self.id: commits}
+
+
 class VerifiedDoc(_Document):
     """Of which tensors a conversion compared all bytes with the checksums that the source's files carry.
 
@@ -159,8 +175,8 @@ class Manifest(_Document):
     is None where no array was written.
 
     `commits` counts the commits of its training up to this one, as far as its writer knew them; without, it was not
-    saved by a training, or nothing was known. `digest` is that of its file, at whose end it stands (docs/spec.md,
-    "Digests"); None before it has one.
+    saved by a training, or nothing was known. `launch` is that of the training. `digest` is that of its file, at whose
+    end it stands (docs/spec.md, "Digests"); None before it has one.
     """
 
     model_config = ConfigDict(cache_strings="keys")  # the digests of a million tensors are all different
@@ -175,6 +191,7 @@ class Manifest(_Document):
     run: str | None = None
     step: int | None = None
     commits: Commits | None = None
+    launch: LaunchDoc | None = None
     metrics: dict[str, Number] = {}
     config: Values = {}
     layout: Values = {}

@@ -41,6 +41,8 @@ KEYS: dict[str, Callable[[Entry], Any]] = {
     "deleted": lambda e: e.deleted,
     "format_version": lambda e: e.format_version,
     "url": lambda e: e.url,
+    "launch": lambda e: e.launch,
+    "metrics": lambda e: [f"{name}={value:.6g}" for name, value in sorted(e.metrics.items())],
     "alias": lambda e: e.aliases,
     "tag": lambda e: e.tags,
     "hold": lambda e: [h.reason for h in e.holds],
@@ -114,6 +116,10 @@ class Column:
                 return "-"
             case "id" if short:
                 return str(value)[:_ID_LENGTH]
+            case "launch" if short:
+                from ucformat.catalog.lines import launch_label
+
+                return launch_label(value)
             case "size":
                 return bytes_text(value)
             case "step" | "tensors":
@@ -214,6 +220,7 @@ _MAX_ROWS = 50
 @click.option("--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip the first N.")
 @click.option("--columns", metavar="KEYS", help="Columns to show: run,step,metric.val_loss,config.optimizer.lr,url, …")
 @click.option("-a", "--all", "deleted", is_flag=True, help="Include deleted, purged and replaced checkpoints.")
+@click.option("--runs", is_flag=True, help="List runs and their lines: launches that do not continue each other.")
 @CATALOG
 def ls(
     where: str,
@@ -222,15 +229,19 @@ def ls(
     offset: int,
     columns: str | None,
     deleted: bool,  # noqa: FBT001
+    runs: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
     """List the checkpoints in the catalog, or those that match FILTER.
 
     Example: ucp ls "run = 'run7' and step > 1000 and metric.val_loss < 2.1". docs/filters.md describes the language.
     """
-    from ucformat.catalog.newest import contradictions
+    from ucformat.catalog.lines import contradictions
     from ucformat.catalog.search import NEWEST
 
+    if runs:
+        _list_runs(where, out)
+        return
     chosen = None if columns is None else parse_columns(columns)
     if limit is None and not (out.quiet or out.as_json):
         limit = _MAX_ROWS
@@ -257,6 +268,44 @@ def ls(
         out.note(f"{count(len(found))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a narrower filter")
 
 
+def _list_runs(where: str, out: Output) -> None:
+    """Print the lines of all runs."""
+    from ucformat.catalog.lines import launch_label
+
+    with opened_catalog() as catalog:
+        found = catalog.lines(where)
+    headings = ["run", "launch", "newest", "id", "checkpoints", "size", "age", "folder"]
+    rows = [
+        [
+            line.run,
+            launch_label(line.head.launch),
+            line.head.name,
+            line.head.id[:_ID_LENGTH],
+            count(line.checkpoints),
+            bytes_text(line.nbytes),
+            ago(line.head.created),
+            (line.head.url or "-").rpartition("/")[0] or "-",
+        ]
+        for line in found
+    ]
+    out.result(
+        lambda: table(headings, rows, left=(0, 1, 2, 3, 7), shrink=(0, 2, 7), width=terminal_width()),
+        lambda: {
+            "lines": [
+                {
+                    "run": line.run,
+                    "launch": line.head.launch,
+                    "newest": entry_data(line.head),
+                    "checkpoints": line.checkpoints,
+                    "bytes": line.nbytes,
+                }
+                for line in found
+            ]
+        },
+        lambda: (line.head.id for line in found),
+    )
+
+
 def _check_known(catalog: Catalog, key: str, out: Output) -> None:
     """Print a note if no checkpoint in the catalog has a key, which may be misspelled."""
     from ucformat.errors import UsageError
@@ -269,8 +318,19 @@ def _check_known(catalog: Catalog, key: str, out: Output) -> None:
 
 def _default(found: Sequence[Entry], *, deleted: bool) -> list[Column]:
     """The default columns; on a terminal without those that are empty."""
-    columns = parse_columns(f"name,id,kind,{'state,' if deleted else ''}size,age,alias,tag")
-    return columns if terminal_width() is None else [c for c in columns if not c.empty(found)]
+    launches = {(e.run, e.launch) for e in found if e.run is not None}
+    several = len(launches) > len({run for run, _ in launches})
+    more = ("state," if deleted else "") + ("launch," if several else "")
+    columns = parse_columns(f"name,id,kind,{more}size,age,alias,tag,metrics,url")
+    width = terminal_width()
+    if width is None:
+        return columns
+    columns = [c for c in columns if not c.empty(found)]
+    for key in ("url", "metrics"):  # the last to be shown where there is little room
+        widths = (max(len(text) for text in (c.key, *(c.text(e, short=True) for e in found))) for c in columns)
+        if sum(widths) + 2 * (len(columns) - 1) > width:
+            columns = [c for c in columns if c.key != key]
+    return columns
 
 
 def _table(found: Sequence[Entry], columns: Sequence[Column]) -> Iterator[str]:

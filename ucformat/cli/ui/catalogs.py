@@ -74,6 +74,7 @@ def entry_data(entry: Entry) -> dict[str, Any]:
         "run": entry.run,
         "step": entry.step,
         "commits": entry.commits,
+        "launch": entry.launch,
         "created": instant(entry.created),
         "recorded": instant(entry.recorded),
         "deleted": instant(entry.deleted),

@@ -125,7 +125,7 @@ class Planned:
             "run": run,
             "layout": layout,
             "step": None,
-            "commits": None,
+            "launch": None,
             "metrics": dict(metrics or {}),
             "lineage": lineage,
         }

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ucformat.reading.plan import Verify
-    from ucformat.schema.manifest import LineageDoc
+    from ucformat.schema.manifest import LaunchDoc, LineageDoc
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.match import Rename, Strict
 
@@ -70,7 +70,7 @@ class LoadReport:
     `layout` is that of the state: the number of ranks as `world`, and the sizes of mesh axes.
     `lineage` describes how later checkpoints derive from this one, the same on all ranks, for
     `save(lineage=[report.lineage])`: `finetune` if no optimizer state was loaded, else `reshard` if it was saved under
-    another layout, else `resume`.
+    another layout, else `resume`. `launch` is the launch that saved the checkpoint, if it records one.
     """
 
     url: str
@@ -82,6 +82,7 @@ class LoadReport:
     seconds: float
     layout: Mapping[str, Any]
     lineage: LineageDoc
+    launch: LaunchDoc | None = None
     problems: Problems = field(default_factory=Problems)
 
     @property
@@ -250,8 +251,9 @@ def load_local(
     ranks.combine(failure)
     now = {"world": ranks.size} | dict(joined.layout)
     lineage = edge_of(ck, now, continues=joined.stateful)
+    launch = None if ck.universal is None else ck.universal.manifest.launch
     seconds = time.monotonic() - begun
-    return LoadReport(ck.url, ck.id, ck.metadata.step, len(matched), *amount, seconds, now, lineage, found)
+    return LoadReport(ck.url, ck.id, ck.metadata.step, len(matched), *amount, seconds, now, lineage, launch, found)
 
 
 @message

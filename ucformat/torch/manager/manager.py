@@ -12,13 +12,13 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ucformat.errors import UcformatError, UsageError
-from ucformat.schema.manifest import MOST_COMMITS, LineageDoc
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_of
 from ucformat.torch.loading.load import load
 from ucformat.torch.manager.restore import restore_newest
-from ucformat.torch.manager.steps import Signals, folder_of, list_steps
+from ucformat.torch.manager.steps import RunContents, Signals, continued_here, folder_of, list_steps
 from ucformat.torch.saving.asynchronous import async_save
+from ucformat.torch.saving.launch import Launch
 from ucformat.torch.saving.save import save
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Manager:
                 if manager.stopping:
                     break
 
-    All ranks create a manager and call the same methods with the same arguments. Each checkpoint records the previous
-    one, or the one that was loaded, as its parent; this alone does not protect a checkpoint from deletion.
+    All ranks create a manager and call the same methods with the same arguments. Each checkpoint records its launch,
+    and the checkpoint that was loaded as its parent; this alone does not protect a checkpoint from deletion.
 
     When a rank has received one of `signals`, the next `save` saves on all ranks, whether due or not, returns when the
     checkpoint is committed, and `stopping` is true from then on. For this the ranks exchange one byte in every call of
@@ -122,8 +122,9 @@ class Manager:
         self._stopping = self._saved_for_stop = False
         self._decided: tuple[int, bool] | None = None  # the last step given to `should_save`, and the answer
         self._last_step: int | None = None  # the step that was saved or restored last
-        self._parent: LineageDoc | None = None
-        self._commits: int | None = None  # the greatest count of commits in this folder, once it was listed
+        self._launch = Launch()
+        self._listed: RunContents | None = None  # the checkpoints in this folder when the launch began
+        self._begun = False  # whether the launch has saved
         self._last: Saved | None = None
         self._pending: _PendingSave | None = None
         self._later_steps: set[int] = set()  # steps after the restored one that hold a checkpoint
@@ -190,15 +191,11 @@ class Manager:
             self._saved_for_stop = self._saved_for_stop or ending
             return self._last
         ranks = self._ranks()
-        if self._commits is None:
-            self._commits = ranks.combine(None, then=lambda _: list_steps(self.url).commits, answer_kind=int)
+        self._begin(ranks)
         url, overwrite = self._destination(step)
         first = not ranks.rank
-        lineage = () if self._parent is None else (self._parent,)
-        self._commits = max(self._commits, *(edge.commits or 0 for edge in lineage), 0)
-        options = {**self._options, "group": self._group, "timeout": self._timeout}
-        options |= {"step": step, "metrics": metrics, "lineage": lineage, "overwrite": overwrite}
-        options["after"] = self._commits
+        options = {**self._options, **self._launch.next_save(), "group": self._group, "timeout": self._timeout}
+        options |= {"step": step, "metrics": metrics, "overwrite": overwrite}
         self._last_begun = time.monotonic()
         if self._asynchronous and not ending:
             handle = async_save(state, url, **options)
@@ -239,11 +236,12 @@ class Manager:
         if found is None:
             return None
         self._last_step, self._later_steps, self._damaged_urls = found.step.step, set(found.later_steps), found.damaged
-        self._parent, self._commits = found.report.lineage, found.commits
+        self._launch.begin(found.report)
+        self._listed, self._begun = found.listed, False
         return found.report
 
     def load(self, state: Mapping[str, Any], url: str | PathLike[str] | Checkpoint, **options: Any) -> LoadReport:
-        """Load any checkpoint, of this or another run, and record it as the parent of the next save.
+        """Load any checkpoint, of this or another run, and record it as the parent of the next saves.
 
         Args:
             state: as for `ucformat.torch.load`.
@@ -255,7 +253,8 @@ class Manager:
         """
         self._settle()
         report = load(state, url, **options, group=self._group, timeout=self._timeout)
-        self._parent = report.lineage
+        self._launch.begin(report)
+        self._listed, self._begun = None, False
         return report
 
     def wait(self) -> Saved | None:
@@ -359,6 +358,18 @@ class Manager:
         if unraised:
             raise failure or unraised[0]
 
+    def _begin(self, ranks: Group) -> None:
+        """Before the first save of a launch: count on from all that is known, and see what it leaves behind."""
+        if self._begun:
+            return
+        if self._listed is None:
+            self._listed = ranks.combine(None, then=lambda _: list_steps(self.url), answer_kind=RunContents)
+        run = self._options["run"]
+        known = ranks.combine(None, then=lambda _: _known_commits(self.url, run), answer_kind=int)
+        self._launch.commits = max(self._launch.commits, self._listed.commits, known)
+        self._launch.continues |= continued_here(self._listed.steps)
+        self._listed, self._begun = None, True
+
     def _destination(self, step: int) -> tuple[str, bool]:
         """Where to save, and whether to replace an existing checkpoint."""
         if self._overwrite or step not in self._later_steps:
@@ -371,8 +382,6 @@ class Manager:
     def _committed(self, saved: Saved, step: int, *, first: bool) -> None:
         """Record a commit, and start to delete old checkpoints in the background."""
         self._last = saved
-        self._commits = min((self._commits or 0) + 1, MOST_COMMITS)
-        self._parent = LineageDoc(kind="resume", url=saved.url, id=saved.id, commits=self._commits)
         self._later_steps.discard(step)
         if self._retention is not None and first:
             self._retention_job = self._pool.submit(self._retention.apply, saved.url, step)
@@ -382,6 +391,12 @@ def _make_retention(root: str, keep: Keep) -> RunRetention:
     from ucformat.torch.manager.retention import RunRetention, policy_of  # imports sqlalchemy
 
     return RunRetention(root, policy_of(keep))
+
+
+def _known_commits(root: str, run: str | None) -> int:
+    from ucformat.torch.manager.retention import known_commits  # imports sqlalchemy
+
+    return known_commits(root, run)
 
 
 @dataclass(slots=True)

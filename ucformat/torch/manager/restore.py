@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from ucformat.catalog.newest import contradictions
+from ucformat.catalog.lines import contradictions
 from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
 from ucformat.format.audit import Check, ZarrJson, block_problems, items, wrong_digests
 from ucformat.format.commit import MANIFEST
@@ -157,15 +157,14 @@ _log = logging.getLogger("ucformat")
 class Restored:
     """The checkpoint that was restored, and the other checkpoints of the run.
 
-    `later_steps` are the steps after it that hold a checkpoint, intact or not, `damaged` the urls of damaged ones, and
-    `commits` is the greatest commit count.
+    `later_steps` are the steps after it that hold a checkpoint, intact or not, and `damaged` the urls of damaged ones.
     """
 
     step: RunStep
     report: LoadReport
     later_steps: frozenset[int]
     damaged: frozenset[str]
-    commits: int
+    listed: RunContents
 
 
 def restore_newest(
@@ -215,7 +214,7 @@ def restore_newest(
         if not holds_training(ck):  # the run has no optimizer state, so none was left out
             report = replace(report, lineage=edge_of(ck, report.layout, continues=True))
         steps = [s.step for s in listed.steps] + [s for _, s, _ in listed.unreadable]
-        return Restored(step, report, frozenset(s for s in steps if s > step.step), frozenset(damaged), listed.commits)
+        return Restored(step, report, frozenset(s for s in steps if s > step.step), frozenset(damaged), listed)
     if damaged:
         raise IntegrityError(
             f"all checkpoints below {root} are damaged:\n  "

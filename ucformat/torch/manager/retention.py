@@ -12,8 +12,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucformat.catalog.newest import contradictions
-from ucformat.catalog.refs import same_url
+from ucformat.catalog.lines import contradictions
+from ucformat.catalog.refs import parent_name, same_url
 from ucformat.catalog.retention import OWN_KIND, RetentionRow, load_policy, plan_retention
 from ucformat.catalog.stamp import now
 from ucformat.errors import (
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     Keep = int | Mapping[str, Any] | Policy | str | Path
 
-__all__ = ["Keep", "RunRetention", "deleted_ids", "free_place", "policy_of"]
+__all__ = ["Keep", "RunRetention", "deleted_ids", "free_place", "known_commits", "policy_of"]
 
 _log = logging.getLogger("ucformat")
 
@@ -218,6 +218,7 @@ def _literal(text: str) -> str:
 
 def _row(step: RunStep, serial: int, run: str) -> RetentionRow:
     more: dict[str, Any] = {"commits": step.commits, "metrics": step.metrics}
+    more |= {"launch": step.launch, "continues": step.continues}
     return RetentionRow(serial, step.id, OWN_KIND, "committed", run, step.step, step.created, step.nbytes, **more)
 
 
@@ -244,6 +245,30 @@ def deleted_ids(root: str) -> frozenset[str]:
         message = getattr(error, "message", error)
         _log.warning("the catalog cannot be queried for deleted checkpoints below %s: %s", root, message)
     return frozenset()
+
+
+def known_commits(root: str, run: str | None) -> int:
+    """Return the greatest commit count of a run in the catalog; 0 if there is no catalog, or it cannot be queried.
+
+    Args:
+        root: the folder of the run.
+        run: its name (None: that of the folder).
+    """
+    url = load_settings().catalog_url()
+    name = run or parent_name(f"{same_url(root)}/{folder_of(0)}")
+    if url is None or name is None:
+        return 0
+    from ucformat.catalog.catalog import Catalog
+
+    try:
+        with Catalog(url, read_only=True) as catalog:
+            return catalog.commits(name)
+    except NotFound:  # no catalog yet
+        return 0
+    except Exception as error:  # noqa: BLE001 - of the database
+        message = getattr(error, "message", error)
+        _log.warning("the catalog cannot be queried for the commits of the run %s: %s", name, message)
+        return 0
 
 
 def free_place(root: str, step: int, damaged: Collection[str]) -> tuple[str, bool]:

@@ -24,7 +24,7 @@ from ucformat.torch.comm.wire import message
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["RunContents", "RunStep", "Signals", "folder_of", "list_steps", "read_step"]
+__all__ = ["RunContents", "RunStep", "Signals", "continued_here", "folder_of", "list_steps", "read_step"]
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 
@@ -40,6 +40,12 @@ class RunStep:
     nbytes: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     commits: int | None = None
+    launch: str | None = None
+    continues: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def family(self) -> None:
+        """None: the counts of a folder are comparable, since each launch has listed it."""
 
     @property
     def run(self) -> str:
@@ -125,8 +131,22 @@ def read_step(url: str, step: int) -> RunStep:
         NotACheckpoint: there is none.
     """
     manifest, _ = read_manifest(open_store(url))
-    nbytes = manifest.tensors.nbytes
-    return RunStep(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits)
+    nbytes, launch = manifest.tensors.nbytes, manifest.launch
+    about = (None, {}) if launch is None else (launch.id, launch.continues)
+    return RunStep(url, step, manifest.id, manifest.created, nbytes, manifest.metrics, manifest.commits, *about)
+
+
+def continued_here(steps: Sequence[RunStep]) -> dict[str, int]:
+    """Return what a launch continues that is about to save where these checkpoints are, whichever of them it loaded.
+
+    A folder has one training at a time, which counts on from all that is there.
+    """
+    found: dict[str, int] = {}
+    for step in steps:
+        here = step.continues if step.launch is None else {**step.continues, step.launch: step.commits or 0}
+        for launch, count in here.items():
+            found[launch] = max(count, found.get(launch, 0))
+    return {launch: count for launch, count in found.items() if count}
 
 
 _log = logging.getLogger("ucformat")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from ucformat.schema.manifest import LineageDoc
+    from ucformat.schema.manifest import LaunchDoc, LineageDoc
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.state.local import LocalState
@@ -136,6 +136,7 @@ def async_save(
     overwrite: bool = False,
     lineage: Sequence[LineageDoc] = (),
     after: int | None = None,
+    launch: LaunchDoc | None = None,
     replicas: Literal["equal", "first"] = "equal",
     chunk_bytes: int | None = None,
     shard_bytes: int | None = None,
@@ -160,6 +161,7 @@ def async_save(
         overwrite: as for `save`.
         lineage: as for `save`.
         after: as for `save`.
+        launch: as for `save`.
         replicas: as for `save`.
         chunk_bytes: as for `save`.
         shard_bytes: as for `save`.
@@ -181,7 +183,7 @@ def async_save(
         with ranks.sharing_errors():
             options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
             beside = {} if ranks.rank else assets_of(state if form == "safetensors" else {}, assets)
-            metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside)
+            metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside, launch)
             held = local_state(state)
             options.check(held)
         with background_writer(ranks, in_flight) as writer:

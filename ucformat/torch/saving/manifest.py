@@ -26,6 +26,7 @@ from ucformat.reading.readable import PART_OF, Place, path_to_json
 from ucformat.schema.manifest import (
     MOST_COMMITS,
     GroupDoc,
+    LaunchDoc,
     LineageDoc,
     Manifest,
     PerRankDoc,
@@ -71,7 +72,7 @@ class SaveMetadata:
     """What the manifest records about a checkpoint in addition to its state, the same on all ranks.
 
     `after` is the greatest known commit count of the run, in addition to those in `lineage`. `assets` are files
-    to store; only rank 0 has them.
+    to store; only rank 0 has them. `launch` is that of the training; the one of rank 0 counts.
     """
 
     step: int | None = None
@@ -81,6 +82,7 @@ class SaveMetadata:
     lineage: tuple[LineageDoc, ...] = ()
     after: int | None = None
     assets: Mapping[str, bytes] = field(default_factory=dict)
+    launch: LaunchDoc | None = None
 
     @property
     def commits(self) -> int | None:
@@ -98,6 +100,7 @@ class SaveMetadata:
         lineage: Sequence[LineageDoc],
         after: int | None = None,
         assets: Mapping[str, bytes] | None = None,
+        launch: LaunchDoc | None = None,
     ) -> SaveMetadata:
         """Create it from arguments of `save`.
 
@@ -109,8 +112,10 @@ class SaveMetadata:
             lineage: the checkpoints that this one was derived from.
             after: the greatest known commit count of the run.
             assets: files to store, by name.
+            launch: that of the training.
         """
-        return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after, dict(assets or {}))
+        held = dict(assets or {})
+        return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after, held, launch)
 
 
 @message
@@ -322,6 +327,7 @@ def manifest_of(
         run=metadata.run,
         step=metadata.step,
         commits=metadata.commits,
+        launch=metadata.launch,
         metrics=dict(metadata.metrics),
         config=dict(metadata.config),
         layout=layout,

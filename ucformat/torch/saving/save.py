@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
-    from ucformat.schema.manifest import LineageDoc
+    from ucformat.schema.manifest import LaunchDoc, LineageDoc
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.assignment import GlobalPlan
@@ -250,6 +250,7 @@ def save(
     overwrite: bool = False,
     lineage: Sequence[LineageDoc] = (),
     after: int | None = None,
+    launch: LaunchDoc | None = None,
     replicas: Literal["equal", "first"] = "equal",
     chunk_bytes: int | None = None,
     shard_bytes: int | None = None,
@@ -279,6 +280,8 @@ def save(
         after: the greatest commit count of the run's checkpoints, 0 if there are none; `Manager` passes it. This
             checkpoint gets the next count after that and those in `lineage`. With neither it gets none, and its step
             determines how new it is.
+        launch: the launch of the training; `Manager` passes it. The checkpoints of a folder without it count as those
+            of one launch.
         replicas: `equal` requires replicas to be equal on all ranks: it compares objects, tensors up to 64 KiB, and
             samples of larger tensors that ranks hold whole. `first` saves the value of the first rank unchecked.
         chunk_bytes: the maximum size of a chunk of the Zarr form (default 1 MiB).
@@ -304,7 +307,7 @@ def save(
             options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
             options.check(held)
             beside = {} if ranks.rank else assets_of(state if form == "safetensors" else {}, assets)
-            metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside)
+            metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside, launch)
         return save_in_group(held, options, metadata, ranks)
 
 

@@ -1,0 +1,187 @@
+"""The lines of a run: which of its checkpoints continue which, by the launches that saved them, never by clocks.
+
+A launch is a training from its start, or from a load, to its end. It continues others up to a position: of a recorded
+launch a count of commits, of a folder (what has no launch: an engine's checkpoints, plain saves) a step. The newest
+checkpoint of a launch is a *head*, unless another launch of the run continues it. The *line* of a head is all that is
+behind it; lines that a launch forked share their beginning.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from operator import attrgetter
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from ucformat.catalog.newest import Dated, ranked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from datetime import datetime
+
+    Positions = Mapping[str | None, int]
+
+__all__ = [
+    "Launched",
+    "Placed",
+    "all_continued",
+    "contradiction",
+    "contradictions",
+    "folder_launch",
+    "heads",
+    "launch_label",
+    "lines",
+    "position",
+]
+
+
+class Placed(Protocol):
+    """A checkpoint with its place in a launch."""
+
+    @property
+    def launch(self) -> str | None:
+        """The id of its launch, or the folder that stands for one."""
+
+    @property
+    def commits(self) -> int | None:
+        """Its count of commits."""
+
+    @property
+    def step(self) -> int | None:
+        """The training step."""
+
+
+class Launched(Placed, Dated, Protocol):
+    """A checkpoint with what its launch records."""
+
+    @property
+    def continues(self) -> Mapping[str, int]:
+        """The positions up to which its launch continues others."""
+
+
+T = TypeVar("T", bound=Launched)
+
+
+def folder_launch(url: str) -> str:
+    """What stands for the launch of a checkpoint that records none: the folder that it is in, with a slash."""
+    return f"{url.rstrip('/').rpartition('/')[0]}/"
+
+
+def launch_label(launch: str | None) -> str:
+    """A launch as it is shown: the beginning of its id, or the whole folder."""
+    return "-" if launch is None else launch if "/" in launch else launch[:8]
+
+
+def position(launch: str | None, commits: int | None, step: int | None) -> int | None:
+    """Where a checkpoint is in its launch; None if that is unknown."""
+    return step if launch is not None and "/" in launch else commits
+
+
+def _is_behind(item: Placed, positions: Positions) -> bool:
+    bound = positions.get(item.launch)
+    here = position(item.launch, item.commits, item.step)
+    return bound is not None and (here is None or here <= bound)
+
+
+def all_continued(launch: str | None, direct: Mapping[str | None, Mapping[str, int]]) -> dict[str | None, int]:
+    """The positions up to which a launch continues others, also by way of a third."""
+    reached: dict[str | None, int] = {}
+    todo = [launch]
+    while todo:
+        for other, bound in direct.get(todo.pop(), {}).items():
+            if other == launch:
+                continue
+            if other not in reached:
+                todo.append(other)
+            reached[other] = max(bound, reached.get(other, bound))
+    return reached
+
+
+def heads(newest: Mapping[str | None, Placed], direct: Mapping[str | None, Mapping[str, int]]) -> list[str | None]:
+    """Return the launches of a run that no other continues to the end; launches that claim each other are both heads.
+
+    Args:
+        newest: the newest checkpoint of each launch.
+        direct: what launches continue, also those without a checkpoint.
+    """
+    continued: set[tuple[str | None, str | None]] = set()
+    for launch in newest:
+        positions = all_continued(launch, direct)
+        continued |= {
+            (other, launch) for other in positions if other in newest and _is_behind(newest[other], positions)
+        }
+    ended = {other for other, launch in continued if (launch, other) not in continued}
+    return [launch for launch in newest if launch not in ended] or list(newest)
+
+
+def lines(items: Iterable[T]) -> list[tuple[T, list[T]]]:
+    """Return the lines of one run's checkpoints: the head, and all that are behind it, with the head, newest first."""
+    launches: dict[str | None, list[T]] = defaultdict(list)
+    for item in items:
+        launches[item.launch].append(item)
+    direct = {launch: some[0].continues for launch, some in launches.items()}
+    newest = {launch: max(ranked(some))[-1] for launch, some in launches.items()}
+    found: list[tuple[T, list[T]]] = []
+    rest = dict(launches)
+    for launch in heads(newest, direct):
+        positions = all_continued(launch, direct)
+        members = {other: [i for i in launches.get(other, ()) if _is_behind(i, positions)] for other in positions}
+        members[launch] = launches[launch]
+        # a launch continues more than any of those that it continues
+        order = sorted(members, key=lambda other: len(all_continued(other, direct)), reverse=True)
+        found.append((newest[launch], [i for other in order for i in _newest_first(members[other])]))
+        for other in members:
+            rest.pop(other, None)
+    return [*found, *((newest[launch], _newest_first(some)) for launch, some in rest.items())]
+
+
+def _newest_first(launch: Iterable[T]) -> list[T]:
+    return [item for *_, item in sorted(ranked(launch), key=lambda rank: rank[:-1], reverse=True)]
+
+
+def contradictions(items: Iterable[T], name: Callable[[T], str]) -> list[str]:
+    """Warn of runs in which a checkpoint was created earlier than one that it continues, by a clock that was wrong.
+
+    Args:
+        items: the checkpoints, in any order.
+        name: returns the name of a checkpoint for the warning.
+
+    Returns:
+        At most one warning for each run, on its newest such checkpoint.
+    """
+    runs: dict[str, dict[str | None, list[T]]] = defaultdict(lambda: defaultdict(list))
+    for item in sorted((i for i in items if i.commits is not None), key=attrgetter("commits")):
+        if item.run is not None:
+            runs[item.run][item.launch].append(item)
+    found = []
+    for launches in runs.values():
+        wrong = [pair for some in launches.values() for pair in _wrong_times(some, launches)]
+        if wrong:
+            newer, older = max(wrong, key=lambda pair: pair[0].commits or 0)
+            found.append(contradiction(name(newer), newer.created, name(older), older.created))
+    return found
+
+
+def _wrong_times(launch: Sequence[T], launches: Mapping[str | None, Sequence[T]]) -> list[tuple[T, T]]:
+    """The checkpoints of a launch that were created before one that they continue, with the latest of those."""
+    positions: dict[str | None, int] = dict(launch[0].continues.items())
+    before = [i for other in positions for i in launches.get(other, ()) if _is_behind(i, positions)]
+    latest = max(before, key=attrgetter("created"), default=launch[0])
+    found = []
+    for item in launch:
+        if item.created < latest.created and item.commits != latest.commits:
+            found.append((item, latest))
+        latest = max(latest, item, key=attrgetter("created"))
+    return found
+
+
+def contradiction(newer: str, created: datetime, older: str, before: datetime) -> str:
+    """The warning for two checkpoints of which one was committed later, but created earlier by its clock.
+
+    Args:
+        newer: the name of the one with more commits.
+        created: when it was created, by its writer's clock.
+        older: the name of the other.
+        before: when that one was created, which is later.
+    """
+    times = f"{created.isoformat()} and {before.isoformat()}"
+    return f"{newer} was committed after {older}, but created earlier ({times}): a clock was wrong; commits decide"

@@ -1,0 +1,43 @@
+"""What the checkpoints of one launch of a training record about it, so that a catalog can tell launches apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from ucformat.schema.manifest import MOST_COMMITS, LaunchDoc, LineageDoc
+
+if TYPE_CHECKING:
+    from ucformat.torch.loading.load import LoadReport
+
+__all__ = ["Launch"]
+
+
+class Launch:
+    """A training from its start, or from a load, to its end; its id counts on rank 0, which writes manifests.
+
+    `commits` is the greatest commit count that it knows.
+    """
+
+    def __init__(self) -> None:
+        self.lineage: tuple[LineageDoc, ...] = ()  # the checkpoint that it began with
+        self.continues: dict[str, int] = {}
+        self.commits = 0
+        self._id = uuid4().hex
+
+    def begin(self, report: LoadReport | None = None) -> None:
+        """Begin anew, from the checkpoint that was loaded or from none."""
+        self._id = uuid4().hex
+        if report is None:
+            self.lineage, self.continues = (), {}
+            return
+        count = report.lineage.commits
+        self.lineage = (report.lineage,)
+        self.continues = {} if report.launch is None else report.launch.after(count)
+        self.commits = max(self.commits, count or 0)
+
+    def next_save(self) -> dict[str, Any]:
+        """Count a commit, and return the arguments of `save` that describe the launch."""
+        about = {"lineage": self.lineage, "after": self.commits}
+        self.commits = min(self.commits + 1, MOST_COMMITS)
+        return {**about, "launch": LaunchDoc(id=self._id, continues=self.continues)}
