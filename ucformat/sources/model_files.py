@@ -23,6 +23,7 @@ __all__ = [
     "check_index",
     "check_shards",
     "complete_shards",
+    "file_assets",
     "file_sets",
     "find_assets",
     "parse_shard_name",
@@ -44,6 +45,7 @@ _ASSET = re.compile(
     r"(LICENSE|NOTICE)(\.md|\.txt)?|(modeling|configuration|tokenization|processing|image_processing)_\w+\.py|"
     r"additional_chat_templates/[^/]+\.jinja"
 )
+_ADAPTER = "adapter_config.json"
 _TEXT_FILE = re.compile(r"[^/]+\.(json|txt|model|jinja|md|tiktoken)")
 _NO_ASSET = re.compile(r".*\.index\.json|trainer_state\.json|model_index\.json")
 
@@ -118,6 +120,16 @@ def check_downloaded(store: Store, error: UcformatError | None = None, file: str
             f"{store.url} holds pointers of Git LFS instead of files: {', '.join(found[:_MAX_NAMED])}{more}",
             hint="`git lfs install && git lfs pull` in the clone downloads the files themselves",
         ) from error
+
+
+def file_assets(store: Store, key: str) -> tuple[str, ...]:
+    """The assets of a single file that is opened by its name: of an adapter its configuration.
+
+    Args:
+        store: a store whose root is the folder.
+        key: the key of the file.
+    """
+    return (_ADAPTER,) if key.startswith("adapter_model.") and exists(store, _ADAPTER) else ()
 
 
 def read_json(store: Store, key: str) -> Any:

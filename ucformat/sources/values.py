@@ -64,7 +64,7 @@ from ucformat.sources.pickle.stand_ins import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = [
     "SMALL",
@@ -77,6 +77,7 @@ __all__ = [
     "numpy_dtype",
     "packed",
     "plain_form",
+    "references",
     "to_json",
     "unkey",
 ]
@@ -519,3 +520,20 @@ def all_equal(values: dict[str, Any]) -> bool:
     """
     first = next(iter(values.values()))
     return all(type(v) is type(first) and v == first for v in values.values())
+
+
+def references(value: Any) -> Iterator[str]:
+    """The names of tensors that a value in JSON refers to.
+
+    Args:
+        value: the JSON form.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key == "$ref" and isinstance(inner, str):
+                yield inner
+            else:
+                yield from references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from references(inner)

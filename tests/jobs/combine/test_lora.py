@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import ucformat
 from tests.fakes import same
 from tests.jobs.combine.reference import source
+from tests.sources.suite import DATA
+from tests.zero_files import FLAT, write_zero3
 from ucformat.errors import (
     Conflict,
     IntegrityError,
@@ -127,7 +129,7 @@ def test_replaced_tensors_and_several_adapters(tmp_path: Path) -> None:
     assert same(ck["x.q.weight"][...], expected)
     with pytest.raises(UsageError, match="its weight is 2"):
         ucformat.merge("lora", places, tmp_path / "x", base=source(base), weights=[2, 1])
-    again = adapter(tmp_path / "c", {"n.weight": normal(12)})
+    again = adapter(tmp_path / "c", low_rank("x.q", 20, 30) | {"n.weight": normal(12)})
     with pytest.raises(Conflict, match=r"several adapters replace n\.weight"):
         ucformat.merge("lora", [places[0], again], tmp_path / "x", base=source(base))
 
@@ -157,6 +159,26 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[UcformatError], st
     "huge": (Q, {"lora_alpha": 10**400}, IntegrityError, "not what PEFT writes"),
     "pattern": (Q, {"rank_pattern": ["q"]}, IntegrityError, "not what PEFT writes"),
     "slow": (Q, {"rank_pattern": {"(a+)+b": 3}}, UcformatError, r"\(a\+\)\+b"),
+    "nothing": ({}, {"target_modules": ["qq"]}, IntegrityError, r'no tensors of LoRA: its target_modules, \["qq"\]'),
+    "no LoRA": ({"n.weight": normal(12)}, {}, IntegrityError, "no tensors of LoRA"),
+    "not gathered": (
+        {name: a[:0] if "_B" in name else a.ravel()[:0] for name, a in Q.items()},
+        {},
+        IntegrityError,
+        r"x\.q\.lora_A\.weight has the shape \(0,\), and no elements",
+    ),
+    "one not gathered": (Q | {"n.weight": normal(0)}, {}, IntegrityError, "n.weight has the shape"),
+    "several": (
+        {
+            f"x.{m}.lora_{half}.{n}.weight": a
+            for n in ("a", "b")
+            for m, a, half in (("q", Q["x.q.lora_A.weight"], "A"),)
+        },
+        {},
+        UsageError,
+        "several adapters: a, b",
+    ),
+    "odd bias": (Q, {"bias": "some"}, IntegrityError, "the bias 'some'"),
     "nan": (Q | {"x.q.lora_B.weight": np.full((20, 3), np.nan, np.float32)}, {}, UsageError, "lora_B.*not finite"),
 }
 
@@ -169,6 +191,81 @@ def test_what_cannot_be_merged(case: str, tmp_path: Path) -> None:
         ucformat.merge("lora", place, tmp_path / "dst", base=source(base_tensors()))
     with pytest.raises(NotFound):
         ucformat.open(tmp_path / "dst")
+
+
+def whole_model(base: dict[str, Any], trained: dict[str, Any], name: str = "default") -> dict[str, Any]:
+    """The state of a model of PEFT, as engines save it: with the name of the adapter, and the frozen base."""
+    inside = {part.rsplit(".lora_", 1)[0] for part in trained if ".lora_" in part}
+    out = {}
+    for tensor, array in base.items():
+        module, _, own = tensor.rpartition(".")
+        out[f"{module}.base_layer.{own}" if module in inside else tensor] = array
+    for tensor, array in trained.items():
+        head, half, tail = tensor.partition(".lora_")
+        out[f"{head}{half}{tail[:1]}.{name}.weight" if half else tensor] = array
+    return {PREFIX + tensor: array for tensor, array in out.items()}
+
+
+def test_a_checkpoint_of_trainer(tmp_path: Path) -> None:
+    """With the optimizer's states, which are numbered, and the random states, which may be tensors."""
+    place = DATA / "huggingface" / "trainer_adapter" / "ckpt"
+    found = {n.removeprefix(PREFIX): a for n, a in load_file(place / "adapter_model.safetensors").items()}
+    modules = {n.rpartition(".lora_")[0] for n in found}
+    shapes = {m: (len(found[f"{m}.lora_B.weight"]), found[f"{m}.lora_A.weight"].shape[1]) for m in modules}
+    base = {f"{module}.weight": normal(*shape) for module, shape in shapes.items()}
+    merged = ucformat.merge("lora", place, tmp_path / "a", base=source(base))
+    file = ucformat.merge("lora", place / "adapter_model.safetensors", tmp_path / "b", base=source(base))
+    converted = ucformat.convert(place, tmp_path / "u")
+    through = ucformat.merge("lora", converted, tmp_path / "c", base=source(base))
+    for module in modules:
+        expected = base[f"{module}.weight"].astype(float) + delta(found, module) * (8 / 3)
+        for ck in (merged, file, through):
+            assert same(ck[f"{module}.weight"][...], expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("bias", ["none", "lora_only", "all"])
+def test_a_whole_model_with_its_adapter(bias: str, tmp_path: Path) -> None:
+    """Of it, what was trained is merged: the frozen base is there, too, and other than the base that is given."""
+    base = base_tensors() | {"x.k.bias": normal(16)}
+    trained = low_rank("x.q", 20, 30)
+    biases = {"none": [], "lora_only": ["x.q.bias"], "all": ["x.q.bias", "x.k.bias"]}[bias]
+    state = whole_model({name: a + (name in biases) for name, a in base.items()}, trained)
+    state |= {f"{PREFIX}n.original_module.weight": normal(12), f"{PREFIX}n.modules_to_save.default.weight": normal(12)}
+    state.pop(f"{PREFIX}n.weight")
+    facts: dict[str, Any] = {"assets": ("adapter_config.json",)}
+    adapted = source(state, **facts)
+    with adapted.store.create("adapter_config.json") as out:
+        out.write(json.dumps(CONFIG | {"bias": bias}).encode())
+    ck = ucformat.merge("lora", adapted, tmp_path / "dst", base=source(base))
+    expected = base["x.q.weight"].astype(float) + delta(trained, "x.q") * (5 / 3)
+    assert same(ck["x.q.weight"][...], expected.astype(np.float32))
+    assert same(ck["n.weight"][...], state[f"{PREFIX}n.modules_to_save.default.weight"])
+    for name in ("x.q.bias", "x.k.bias", "x.k.weight", "e.weight"):
+        assert same(ck[name][...], base[name] + (name in biases))
+    beyond = source({(name, s): a for name, a in state.items() for s in ("weight", "exp_avg")}, **facts)
+    with beyond.store.create("adapter_config.json") as out:
+        out.write(json.dumps(CONFIG | {"bias": bias}).encode())
+    with pytest.raises(UnsupportedError, match="was trained, and is no part of the adapter"):
+        ucformat.merge("lora", beyond, tmp_path / "x", base=source(base))
+
+
+def test_deepspeeds_checkpoint_of_an_adapter(tmp_path: Path) -> None:
+    """ZeRO-3 holds masters alone, and the copy of the adapter beside them may be empty."""
+    base, trained = base_tensors(), low_rank("x.q", 20, 30)
+    names = [n for n in whole_model(base, trained) if ".lora_" in n]
+    arrays = {(n, s): a for n, a in zip(names, trained.values(), strict=True) for s in FLAT}
+    write_zero3(tmp_path / "checkpoint-5", arrays, ranks=3)
+    adapter(tmp_path / "empty", {name: a.ravel()[:0] for name, a in trained.items()})
+    for file in (tmp_path / "empty").iterdir():
+        file.rename(tmp_path / "checkpoint-5" / file.name)
+    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text(json.dumps({"global_step": 5}))
+    ck = ucformat.merge("lora", tmp_path / "checkpoint-5", tmp_path / "dst", base=source(base))
+    expected = base["x.q.weight"].astype(float) + delta(trained, "x.q") * (5 / 3)
+    assert same(ck["x.q.weight"][...], expected.astype(np.float32))
+    with pytest.raises(IntegrityError, match="no elements"):
+        ucformat.merge(
+            "lora", tmp_path / "checkpoint-5" / "adapter_model.safetensors", tmp_path / "x", base=source(base)
+        )
 
 
 def test_files_that_are_no_adapter(tmp_path: Path) -> None:
@@ -205,6 +302,7 @@ def test_a_quantized_base(tmp_path: Path) -> None:
         {"target_modules": ["c_attn", "c_proj"]},
         {"target_modules": ["c_attn"], "bias": "all", "use_rslora": True, "rank_pattern": {r"h\.1\.attn\.c_attn": 2}},
         {"target_modules": ["wpe", "c_fc"], "alpha_pattern": {"c_fc": 3}},
+        {"target_modules": "all-linear", "bias": "lora_only", "modules_to_save": ["wpe"]},
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -220,8 +318,12 @@ def test_it_is_what_peft_merges(options: dict[str, Any], dtype: str, tmp_path: P
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     tuned.save_pretrained(tmp_path / "adapter")
+    torch.save(tuned.state_dict(), tmp_path / "adapter_model.bin")  # the whole model, as an engine saves it
+    (tmp_path / "adapter_config.json").write_bytes((tmp_path / "adapter" / "adapter_config.json").read_bytes())
     merged = tuned.merge_and_unload().state_dict()
     ck = ucformat.merge("lora", tmp_path / "adapter", tmp_path / "dst", base=tmp_path / "base")
+    other = ucformat.merge("lora", tmp_path / "adapter_model.bin", tmp_path / "other", base=tmp_path / "base")
+    assert all(same(ck[name][...], other[name][...]) for name in ck.names())
     epsilon = float(torch.finfo(getattr(torch, dtype)).eps)
     for name in ck.names():
         ours, theirs = ck[name][...].astype(float), merged[name].double().numpy()

@@ -13,7 +13,7 @@ from ucformat.exporters.deepspeed.options import ZERO3
 from ucformat.exporters.deepspeed.values import ValueDecoder, scale_of
 from ucformat.exporters.values import whole
 from ucformat.sources.deepspeed.model import ENGINE_KEYS, TENSOR_KEYS
-from ucformat.sources.values import unkey
+from ucformat.sources.values import references, unkey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,7 @@ class Values:
             out._put(out.engine, "ds_config", "ds_config", dict(engine.settings), decode)
         out._take_ranks(model, engine, decode)
         out.used |= decode.used
-        model.placed_in_client |= set(_references(source.objects))
+        model.placed_in_client |= set(references(source.objects))
         out._take_outside(model)
         model.placed_in_client |= {key.name for key in out.used}
         return out
@@ -185,16 +185,3 @@ class Values:
             yield "ds_config", self.engine["ds_config"]
         yield "ds_version", VERSION
         yield from (self.client | self.ranks.get(rank, {})).items()
-
-
-def _references(value: Any) -> Iterator[str]:
-    """The names of tensors that a value in JSON refers to."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if key == "$ref" and isinstance(inner, str):
-                yield inner
-            else:
-                yield from _references(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _references(inner)

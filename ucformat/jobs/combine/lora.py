@@ -21,9 +21,10 @@ from ucformat.geometry.tensor import Key
 from ucformat.jobs.combine.formulas import low_rank
 from ucformat.jobs.combine.methods import REAL, Method, Operand, wide
 from ucformat.schema.values import loads
+from ucformat.sources.values import references
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,7 +47,11 @@ _OF_TRAINING = {
 }
 #: Initialisations that leave the base as it is; others train an adapter of a changed base.
 _PLAIN_INIT = {"gaussian", "orthogonal", "eva"}
-_HALVES = {".lora_A.weight": "a", ".lora_B.weight": "b", ".lora_embedding_A": "a", ".lora_embedding_B": "b"}
+_HALF = re.compile(
+    r"(?P<module>.+)\.lora_(?:(?P<half>[AB])(?:\.(?P<adapter>[^.]+))?\.weight|"
+    r"embedding_(?P<embedding>[AB])(?:\.(?P<adapter_of_embedding>[^.]+))?)"
+)
+_SAVED_MODULE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 _NAMED = 5
 _MOST = 1e30  # lora_alpha
 
@@ -122,32 +127,15 @@ class Lora(Method):
 
     def _add(self, base: Checkpoint, n: int, adapter: Checkpoint, weight: float) -> None:
         config = _Config.read(adapter)
-        halves: dict[str, dict[str, TensorInfo]] = {}
+        tensors = _Tensors.of(adapter, config)
         strange: list[str] = []
-        for name in adapter.names():
-            key = Key(name, "weight")
-            if not name.startswith(_PREFIX) or key not in adapter.tensors:
-                raise UnsupportedError(
-                    f"{adapter.home}: {name} is no tensor of an adapter, whose names begin with {_PREFIX}",
-                    hint="save the adapter with PEFT's save_pretrained",
-                )
-            info, inner = adapter.tensors[key], name.removeprefix(_PREFIX)
-            half = next((suffix for suffix in _HALVES if inner.endswith(suffix)), None)
-            if half is not None:
-                kind = "embedding" if "embedding" in half else ""
-                halves.setdefault(inner.removesuffix(half), {})[_HALVES[half] + kind] = info
-            elif re.search(r"\.lora_", inner):
-                what = "DoRA (lora_magnitude_vector)" if "lora_magnitude_vector" in inner else "this kind of adapter"
-                raise UnsupportedError(
-                    f"{adapter.home}: {name} cannot be merged: {what} is not supported",
-                    hint="merge it with PEFT's merge_and_unload",
-                )
+        for name, info in tensors.replaced.items():
+            target = _target(base, name)
+            if target is None:
+                strange.append(info.name)
             else:
-                target = _target(base, inner.replace(".base_layer.", "."))
-                if target is None:
-                    strange.append(name)
-                else:
-                    self._replace(base, adapter, n, info, target, weight)
+                self._replace(base, adapter, n, info, target, weight)
+        halves = tensors.halves
         updates = {}
         for module, found in halves.items():
             target = _target(base, f"{module}.weight")
@@ -160,6 +148,12 @@ class Lora(Method):
             raise UsageError(
                 f"{base.home} has no tensors for {', '.join(strange[:_NAMED])}{more} of {adapter.home}",
                 hint="give the base that the adapter was trained on; a view (--view) renames its tensors",
+            )
+        if not updates:
+            raise IntegrityError(
+                f"{adapter.home} has no tensors of LoRA: its target_modules, {json.dumps(config.targets)}, matched no "
+                "module, or its tensors were not saved",
+                hint=f"look at target_modules in {CONFIG}, and save the adapter again",
             )
         config.check_square(updates, base)
         for target, update in updates.items():
@@ -191,6 +185,88 @@ class Lora(Method):
 
 
 @dataclass(frozen=True, slots=True)
+class _Tensors:
+    """The tensors of an adapter.
+
+    PEFT's `save_pretrained` writes them without the name of the adapter, and nothing else: tensors that are not of LoRA
+    replace some of the base. An engine saves the whole model, in which they have that name, beside the frozen base.
+
+    Attributes:
+        halves: those of each module, by which half they are.
+        replaced: those that replace tensors of the base, by the names of these.
+    """
+
+    halves: dict[str, dict[str, TensorInfo]]
+    replaced: dict[str, TensorInfo]
+
+    @classmethod
+    def of(cls, adapter: Checkpoint, config: _Config) -> _Tensors:
+        """Find them by their names."""
+        found = cls({}, {})
+        others: dict[str, TensorInfo] = {}
+        adapters: set[str | None] = set()
+        for name, info in _weights(adapter).items():
+            inner = name.removeprefix(_PREFIX)
+            if inner == name:
+                raise UnsupportedError(
+                    f"{adapter.home}: {name} is no tensor of an adapter, whose names begin with {_PREFIX}",
+                    hint="save the adapter with PEFT's save_pretrained",
+                )
+            if half := _HALF.fullmatch(inner):
+                kind = half["half"].lower() if half["half"] else f"{half['embedding'].lower()}embedding"
+                adapters.add(half["adapter"] or half["adapter_of_embedding"])
+                found.halves.setdefault(half["module"], {})[kind] = info
+            elif saved := _SAVED_MODULE.fullmatch(inner):
+                adapters.add(saved["adapter"])
+                found.replaced[f"{saved['module']}.{saved['rest']}"] = info
+            elif ".lora_" in inner:
+                what = "DoRA (lora_magnitude_vector)" if "lora_magnitude_vector" in inner else "this kind of adapter"
+                raise UnsupportedError(
+                    f"{adapter.home}: {name} cannot be merged: {what} is not supported",
+                    hint="merge it with PEFT's merge_and_unload",
+                )
+            else:
+                others[inner] = info
+        if len(adapters) > 1:
+            names = ", ".join(sorted(name or "one without a name" for name in adapters))
+            raise UsageError(
+                f"{adapter.home} holds several adapters: {names}", hint="save one of them with PEFT's save_pretrained"
+            )
+        whole_model = any(adapters)
+        for name, info in others.items():
+            if not whole_model or config.trains(name, found.halves):
+                found.replaced[name.replace(".base_layer.", ".")] = info
+            elif adapter.states(info.name) != ["weight"]:
+                raise UnsupportedError(
+                    f"{adapter.home}: {info.name} was trained, and is no part of the adapter by {CONFIG}",
+                    hint="save the whole model: merge the adapter with PEFT's merge_and_unload",
+                )
+        return found
+
+
+def _weights(adapter: Checkpoint) -> dict[str, TensorInfo]:
+    """The weights of the model, by name, without tensors of values such as a random number generator's state.
+
+    Raises:
+        IntegrityError: one has no elements.
+    """
+    of_values = set(references(dict(adapter.objects)))
+    found = {}
+    for name in adapter.names():
+        states = [state for state in ("weight", "master") if (name, state) in adapter.tensors]
+        if not states or name in of_values:
+            continue
+        found[name] = info = adapter.tensors[Key(name, states[0])]
+        if not info.size:
+            raise IntegrityError(
+                f"{adapter.home}: {name} has the shape {info.shape}, and no elements",
+                hint="under ZeRO-3 a model is saved so if its parameters are not gathered: give the folder of the "
+                "engine's checkpoint, or save the adapter again",
+            )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class _Config:
     """What of `adapter_config.json` is applied."""
 
@@ -201,6 +277,8 @@ class _Config:
     transposed: bool
     ranks: Mapping[str, Any]
     alphas: Mapping[str, Any]
+    targets: Any
+    bias: str
 
     @classmethod
     def read(cls, adapter: Checkpoint) -> _Config:
@@ -237,8 +315,27 @@ class _Config:
             type(v) in (int, float) and abs(v) < _MOST for v in (found.get("lora_alpha"), *_values(alphas))
         ):
             raise IntegrityError(f"{where}: r, lora_alpha, rank_pattern or alpha_pattern is not what PEFT writes")
-        flags = found.get("use_rslora", False), found.get("fan_in_fan_out", False)
-        return cls(where, found["r"], found["lora_alpha"], bool(flags[0]), bool(flags[1]), ranks, alphas)
+        bias = found.get("bias", "none")
+        if bias not in ("none", "all", "lora_only"):
+            raise IntegrityError(f"{where}: the bias {bias!r} is not what PEFT writes")
+        return cls(
+            where,
+            rank=found["r"],
+            alpha=found["lora_alpha"],
+            rank_stabilised=bool(found.get("use_rslora", False)),
+            transposed=bool(found.get("fan_in_fan_out", False)),
+            ranks=ranks,
+            alphas=alphas,
+            targets=found.get("target_modules"),
+            bias=bias,
+        )
+
+    def trains(self, name: str, modules: Container[str]) -> bool:
+        """Whether a tensor of the whole model that is not of LoRA is trained with the adapter, as PEFT decides."""
+        module, _, own = name.replace(".base_layer.", ".").rpartition(".")
+        if ".original_module." in name or own != "bias":
+            return False
+        return self.bias == "all" or (self.bias == "lora_only" and module in modules)
 
     def update(
         self, n: int, adapter: Checkpoint, module: str, found: Mapping[str, TensorInfo], of: TensorInfo, weight: float

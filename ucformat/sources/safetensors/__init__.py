@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import UsageError
 from ucformat.sources.base import Source
-from ucformat.sources.model_files import complete_shards, file_sets, find_assets, root_files
+from ucformat.sources.model_files import complete_shards, file_assets, file_sets, find_assets, root_files
 from ucformat.sources.parts import parts_of_one
 from ucformat.storage.base import exists
 
@@ -66,8 +66,8 @@ class Safetensors(Source):
         from ucformat.sources.safetensors.opened import OpenSafetensors
 
         if key.endswith(_INDEX):
-            return OpenSafetensors(store, [], key, (), folder=key)
-        return OpenSafetensors(store, [key], None, (), folder=key)
+            return OpenSafetensors(store, [], key, file_assets(store, key), folder=key)
+        return OpenSafetensors(store, [key], None, file_assets(store, key), folder=key)
 
 
 def choose(names: Iterable[str], url: str) -> FileSet:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.sources.base import PickleOptions, Source, groups_by_optimizer, option
-from ucformat.sources.model_files import complete_shards, file_sets, find_assets, root_files
+from ucformat.sources.model_files import complete_shards, file_assets, file_sets, find_assets, root_files
 from ucformat.sources.parts import parts_of_one
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ class TorchSave(Source):
 
         index = key if key.endswith(_INDEX) else None
         groups = groups_by_optimizer(self.options.groups)
-        return OpenTorchSave(store, [] if index else [key], index, self.options.allow, groups, (), folder=key)
+        keys, assets = [] if index else [key], file_assets(store, key)
+        return OpenTorchSave(store, keys, index, self.options.allow, groups, assets, folder=key)
 
 
 def _is_named_as_model(name: str) -> bool:
