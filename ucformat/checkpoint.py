@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UcformatError, UnsupportedError, UsageError
 from ucformat.format.commit import MANIFEST
-from ucformat.format.digest import document_digest
+from ucformat.format.digest import bytes_digest, document_digest
 from ucformat.format.universal import Universal, describe, index_tensors
 from ucformat.geometry.tensor import Key
 from ucformat.reading.garbage import gc_paused
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from ucformat.zarr_store.store import CheckpointStore
 
 __all__ = ["Checkpoint", "open_checkpoint"]
+
+_CONFIGURATIONS = ("adapter_config.json", "config.json", "params.json")  # that make another model of equal tensors
+_MAX_DOCUMENT = 64 << 20  # bytes: larger ones are read by no source
 
 
 @gc_paused()
@@ -146,7 +149,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """The id: of a universal checkpoint the manifest's, of a foreign one a digest of its content.
 
         The latter is computed from the writer's unique id of the save, if it has one; else from the checksums in its
-        files, or if not all have one, from the place and the files' sizes and times. That of a view includes its steps.
+        files, and from the documents beside them that have none, which may tell two saves of equal tensors apart (steps
+        and metrics in `trainer_state.json`, the scale of an adapter); or if not all tensors have a checksum, from the
+        place and the files' sizes and times, too. That of a view includes its steps.
         """
         if self.viewed is not None and self.viewed.steps:
             steps = [step.model_dump(by_alias=True) for _, step in self.viewed.steps]
@@ -159,8 +164,16 @@ class Checkpoint(Mapping[str, "Tensor"]):
         sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in records if r.crc32)
         if not sums or any(r.crc32 is None for r in records):
             known = [(i.key.rpartition("/")[2], i.size, i.version) for i in self.files()]
-            return document_digest([self.home, *known]).rpartition(":")[2][:32]
-        return document_digest([self.kind, sums]).rpartition(":")[2][:32]
+            return document_digest([self.home, *known, *self._documents()]).rpartition(":")[2][:32]
+        return document_digest([self.kind, sums, *self._documents()]).rpartition(":")[2][:32]
+
+    def _documents(self) -> list[tuple[str, str]]:
+        """The names and digests of a foreign checkpoint's documents: those it was read from, and configurations."""
+        keys = [i.key for i in self.files() if i.key.endswith(".json") and i.size <= _MAX_DOCUMENT]
+        found = {key.rpartition("/")[2]: self.store.read(key) for key in keys}
+        if not self.metadata.folder:  # configurations above the folder belong to all checkpoints of the run
+            found |= {name: self.assets[name] for name in _CONFIGURATIONS if name in self.assets}
+        return sorted((name, bytes_digest(data)) for name, data in found.items())
 
     @property
     def store(self) -> Store:

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 import ucformat
 from tests.fakes import manifest_file
 from tests.jobs.conftest import document, foreign, universal
+from tests.zero_files import FLAT, write_zero3
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.retention import load_policy
 from ucformat.checkpoint import open_checkpoint
@@ -567,3 +568,26 @@ def test_stores_that_are_not_ours_are_recorded_by_their_url(recording: Path, tmp
     ck = ucformat.convert(foreign(tmp_path / "ds"), LocalStore(tmp_path / "run7" / "5"))
     with Catalog(str(recording)) as catalog:
         assert catalog.get(f"{tmp_path}/run7/5").id == ck.id
+
+
+@pytest.mark.parametrize("other", ["trainer_state.json", "config.json", "adapter_config.json"])
+def test_documents_tell_saves_of_equal_tensors_apart(tmp_path: Path, catalog: Catalog, other: str) -> None:
+    """Steps and metrics, and the model's configuration, are what makes one of them another one; a copy is the same."""
+    for name, value in (("checkpoint-1", 1), ("checkpoint-2", 2)):
+        arrays = {("w", state): np.arange(6, dtype=np.float32) for state in FLAT}
+        write_zero3(tmp_path / name, arrays, 2)
+        log = [{"step": value, "eval_loss": 1 / value}]
+        documents = {"trainer_state.json": {"global_step": 1, "log_history": []}, "config.json": {}}
+        documents |= {other: {"global_step": value, "log_history": log}}
+        for file, content in documents.items():
+            (tmp_path / name / file).write_text(json.dumps(content))
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "copies" / "checkpoint-2")
+    done = register(tmp_path, catalog, recursive=True)
+    assert not done.failures
+    assert len(set(done.ids)) == 2
+    copy = catalog.get(str(tmp_path / "copies" / "checkpoint-2"))
+    assert copy.id == catalog.get(str(tmp_path / "checkpoint-2")).id != catalog.get(str(tmp_path / "checkpoint-1")).id
+    assert [len(entry.urls) for entry in (copy, catalog.get(str(tmp_path / "checkpoint-1")))] == [2, 1]
+    (tmp_path / "checkpoint-2" / "latest").write_text("global_step5\n")
+    (tmp_path / "checkpoint-2" / "notes.txt").write_text("good")
+    assert open_checkpoint(tmp_path / "checkpoint-2").id == copy.id
