@@ -178,6 +178,24 @@ def test_what_engines_wrote() -> None:
         assert not open_checkpoint(whole).metadata.part_of
 
 
+def test_dtensors_of_one_rank(tmp_path: Path) -> None:
+    from tests.torch.ranks import Ranks
+
+    ranks = Ranks("tests.sources.rank_files_program")
+    local = ranks.run("save_ranks", 2, tmp_path / "two")
+    for kind in ("model", "optim"):
+        path = tmp_path / "two" / f"{kind}_world_size_2_rank_1.pt"
+        refused(path, "rank 1 of 2|sharded over several")
+        refused(Path(shutil.copy(path, tmp_path / f"{kind}.pt")), r"sharded over several \(DTensor\)")
+        ck = open_checkpoint(path, options={"part": True})
+        assert ck.metadata.part_of
+        if kind == "model":
+            assert {n: ck[n].read().ravel().tolist() for n in ck} == local[1]
+    whole = ranks.run("save_ranks", 1, tmp_path / "one")[0]
+    ck = open_checkpoint(Path(shutil.copy(tmp_path / "one" / "model_world_size_1_rank_0.pt", tmp_path / "rank_0.pt")))
+    assert {n: ck[n].read().ravel().tolist() for n in ck} == whole
+
+
 def llama(dim: int, ranks: int = 1, version: int = 2) -> dict[str, Any]:
     """The tensors of one of Meta's ranks."""
     part = dim // ranks

@@ -20,6 +20,7 @@ from ucformat.sources.pickle.stand_ins import (
     Dtype,
     Inert,
     InertClass,
+    LocalPart,
     Maker,
     NdArray,
     NumpyDtype,
@@ -34,7 +35,7 @@ from ucformat.sources.pickle.stand_ins import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["checked_key", "dtype_text", "resolve", "sizes"]
+__all__ = ["PARTS", "checked_key", "dtype_text", "resolve", "sizes"]
 
 #: Packages whose classes become inert stand-ins.
 _FRAMEWORKS = (
@@ -44,6 +45,10 @@ _FRAMEWORKS = (
     *("transformers", "trl"),
 )
 
+#: Among the packages that are allowed: what a rank has of a DTensor is read.
+PARTS = "torch.distributed.tensor.DTensor"
+
+_DTENSOR = re.compile(r"torch\.distributed\._?tensor(\.\w+)?\.DTensor")
 _MAX_DIMS = 64  # torch's own limit
 _MAX_NUMBER = 1 << 62  # of a size or a stride
 _MAX_EXPANDED = 1 << 26  # elements that an expanded (stride 0) view may have beyond those of its storage
@@ -131,6 +136,29 @@ def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     if not (plain or kind == TENSOR_CLASS) or not isinstance(function, Maker):
         raise UnsupportedError(f"a tensor of the class {reprlib.repr(getattr(kind, 'name', kind))} is not yet read")
     return function.make(*args)
+
+
+def _wrapped(kind: Any, *_: Any) -> Any:
+    raise UnsupportedError(
+        f"a tensor of the class {reprlib.repr(getattr(kind, 'name', kind))} is not yet read",
+        hint="save whole tensors, such as those of a full state dict; or save with torch.distributed.checkpoint",
+    )
+
+
+def _from_type_or_part(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Like `_from_type`, and a DTensor is the part of it that its rank has."""
+    if not (isinstance(kind, InertClass) and _DTENSOR.fullmatch(kind.name)):
+        return _from_type(function, kind, args, state)
+    if isinstance(state, tuple) and len(state) == 2:  # of the object, and of its slots
+        state = state[1]
+    attributes = state if isinstance(state, dict) else {}
+    local, spec = attributes.get("_local_tensor"), attributes.get("_spec")
+    placements = spec.get("placements") if isinstance(spec, Inert) else None
+    shape = args[2] if isinstance(args, tuple) and len(args) > 2 else None
+    if not isinstance(local, StoredTensor) or not isinstance(placements, tuple) or not isinstance(shape, tuple):
+        raise IntegrityError("a DTensor without a local tensor, placements and a shape")
+    names = {p.name.rpartition(".")[2] for p in placements if isinstance(p, Inert)}
+    return LocalPart(local, whole=local.shape == shape and names <= {"Shard", "Replicate", "_StridedShard"})
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
@@ -317,6 +345,7 @@ _GLOBALS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch._utils._rebuild_wrapper_subclass": _wrapped,
     "torch.torch_version.TorchVersion": _str,
     "_codecs.encode": _encode,
     **dict.fromkeys(("_io.BytesIO", "io.BytesIO"), lambda data=b"": Stream(_bytes(data))),
@@ -353,7 +382,8 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = (), *, exact: bool 
     Args:
         module: the module that the pickle names.
         name: the name in the module.
-        allow: packages, besides those of `_FRAMEWORKS`, whose classes become inert stand-ins.
+        allow: packages, besides those of `_FRAMEWORKS`, whose classes become inert stand-ins; with `PARTS`, DTensors
+            become a `LocalPart`.
         exact: NumPy scalars, byte arrays and `torch.Size` keep their types.
 
     Returns:
@@ -364,6 +394,8 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = (), *, exact: bool 
     """
     whole = f"{module}.{name}"
     known = _EXACT_GLOBALS if exact else _GLOBALS
+    if PARTS in allow and whole == "torch._tensor._rebuild_from_type_v2":
+        return Maker(whole, _from_type_or_part)
     if whole in known:
         return Maker(whole, known[whole], hashes=whole.rpartition(".")[2] in _HASHING)
     if module == "torch" and name in _TORCH_DTYPES:

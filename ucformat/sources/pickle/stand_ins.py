@@ -19,6 +19,7 @@ __all__ = [
     "Dtype",
     "Inert",
     "InertClass",
+    "LocalPart",
     "Maker",
     "NamedFields",
     "NdArray",
@@ -75,6 +76,14 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return self.size * ITEMSIZE.get(self.dtype, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """What one rank has of a tensor that several share, and whether that is the whole tensor."""
+
+    tensor: StoredTensor
+    whole: bool
 
 
 @dataclass(frozen=True, slots=True)

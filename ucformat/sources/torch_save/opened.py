@@ -16,9 +16,10 @@ from ucformat.reading.readable import CheckpointMetadata, IntKey
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import check_index, check_shards, present_shards, read_weight_map
 from ucformat.sources.parts import part_by_content, part_by_shapes
+from ucformat.sources.pickle.allowed import PARTS
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
-from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
+from ucformat.sources.pickle.stand_ins import Inert, LocalPart, StoredTensor
 from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 
@@ -175,6 +176,8 @@ class OpenTorchSave:
                 aliases |= _add_module(_flat(file), "", (), file, self.contents)
         else:
             (file,) = files
+            local, content = _take_local(file), part_by_content(file.value)
+            self.part = local if local or content is None else content
             parts = _parts(file)
             stored: dict[StoredTensor, str] = {}
             for path, prefix in parts.prefixes():
@@ -182,7 +185,6 @@ class OpenTorchSave:
                 aliases |= _add_module(parts.modules[path], prefix, place, file, self.contents, stored)
             objects |= self._values(file, parts, groups)
             engine, step = _engine(file.value), _step(file.value)
-            self.part = part_by_content(file.value)
             if self.part is None:
                 self.part = part_by_shapes(store, {k.name: i.shape for k, i in self.contents.infos.items()})
         self.metadata = CheckpointMetadata(
@@ -240,7 +242,7 @@ def _open_shards(
     if index is not None:
         weight_map, metadata = read_weight_map(store, index)
         keys = check_index(weight_map, index, present_shards(store, weight_map))
-    files = map_io(lambda key: TorchFile(store, key, allow=allow), keys)
+    files = map_io(lambda key: TorchFile(store, key, allow=(*allow, PARTS)), keys)
     if index is not None:
         check_shards(weight_map, index, {f.key: _flat(f) for f in files})
     return files, metadata
@@ -278,6 +280,27 @@ def _add_module(
             key = Key(aliases.get(prefix + name, prefix + name), "weight")
             contents.paths[key] = (*contents.paths.get(key, ()), (*place, name))
     return aliases
+
+
+def _take_local(file: TorchFile) -> str | None:
+    """Replace the DTensors in a file by what its rank has of them; returns what the file is then a part of."""
+    found: list[LocalPart] = []
+    seen: set[int] = set()
+    waiting = [file.value]
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, dict | list) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if isinstance(item, LocalPart):
+                found.append(item)
+                value[key] = item.tensor
+            else:
+                waiting.append(item)
+    if any(not part.whole for part in found):
+        return "what one rank has of tensors that are sharded over several (DTensor)"
+    return "" if found else None
 
 
 def _flat(file: TorchFile) -> dict[str, StoredTensor]:
