@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import ucformat
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import NotACheckpoint, UnsupportedError
+from ucformat.errors import MissingData, NotACheckpoint, UnsupportedError
 from ucformat.schema.manifest import LineageDoc
 
 torch = pytest.importorskip("torch")
@@ -215,12 +215,14 @@ def test_shapes_of_one_rank_of_meta(tmp_path: Path) -> None:
         refused(tmp_path, "one of 4 tensor-parallel ranks")
         torch.save(llama(32, 1, version), tmp_path / "consolidated.02.pth")
         assert open_checkpoint(tmp_path).names()
-    narrow = {**llama(32), "layers.0.attention.wo.weight": torch.ones(32, 24)}  # heads narrower than the model
+    narrow = {**llama(32), "layers.0.attention.wo.weight": torch.ones(32, 16)}  # heads narrower than the model
+    torch.save({**narrow, "layers.0.attention.wo.weight": torch.ones(32, 24)}, tmp_path / "consolidated.02.pth")
+    assert open_checkpoint(tmp_path).names()
     torch.save(narrow, tmp_path / "consolidated.02.pth")
     refused(tmp_path)
-    (tmp_path / "params.json").write_text(json.dumps({"dim": 32, "n_heads": 3, "head_dim": 8}))
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 32, "n_heads": 2, "head_dim": 8}))
     assert open_checkpoint(tmp_path).names()
-    (tmp_path / "params.json").write_text(json.dumps({"dim": 32, "n_heads": 6, "head_dim": 8}))
+    (tmp_path / "params.json").write_text(json.dumps({"dim": 32, "n_heads": 4, "head_dim": 8}))
     refused(tmp_path, "one of 2 tensor-parallel ranks")
 
 
@@ -274,3 +276,39 @@ class TestOpenedKnowingly:
     def test_a_whole_one_is_called_a_part_if_its_user_says_so(self, tmp_path: Path) -> None:
         made = ucformat.convert(ucformat.open(ITERATION, options={"part": True}), tmp_path / "u")
         assert made.manifest.layout["part_of"] == "one part, as its user says"
+
+
+def test_shards_of_pytorch_s_writer_of_one_rank(tmp_path: Path) -> None:
+    """The safetensors shards of DCP do not record how many ranks saved."""
+    for rank in (1, 2):
+        info = json.dumps({"w": {"saved_offsets": [2 * (rank - 1), 0]}})
+        path = tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors"
+        save_file({"w": np.full((2, 3), rank, np.float32)}, path, {"DCP_SHARDING_INFO": info})
+    assert ucformat.open(tmp_path)["w"].shape == (4, 3)
+    path.unlink()
+    refused(tmp_path, "the shards of one rank")
+    assert ucformat.open(tmp_path, options={"part": False})["w"].shape == (2, 3)
+    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").rename(
+        tmp_path / "shard-00001-model-00001-of-00002.safetensors"
+    )
+    with pytest.raises(MissingData, match=r"has no shard-.*-model-00002-of-00002.* of any rank"):
+        ucformat.open(tmp_path)
+
+
+def test_one_rank_of_megatron_without_arguments(tmp_path: Path) -> None:
+    path = saved(tmp_path / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt", iteration=1)
+    for place in (tmp_path, path.parents[1], path.parent, path):
+        refused(place, "one rank|one of several ranks|according to its name")
+    assert open_checkpoint(path.parents[1], options={"part": False}).metadata.step == 1
+
+
+def test_ranks_of_adapters_and_files_of_layers(tmp_path: Path) -> None:
+    saved(tmp_path / "rank_8" / "model.safetensors", ("q.lora_A.weight", "q.lora_B.weight"))
+    saved(tmp_path / "rank_16" / "adapter_model.safetensors")
+    for rank in (8, 16):
+        assert open_checkpoint(tmp_path / f"rank_{rank}").names()
+    for n in range(2):
+        for kind in ("expert", "layer"):
+            saved(tmp_path / f"{kind}_{n}.safetensors")
+    refused(tmp_path / "expert_1.safetensors", r"expert 1, beside expert_0\.safetensors")
+    refused(tmp_path / "layer_0.safetensors", "layer 0, beside")

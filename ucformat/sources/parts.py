@@ -44,7 +44,7 @@ _WORLD = re.compile(r"(?<![a-z])(?:world[-_]?size|ws)[-_=. ]?(\d{1,9})(?!\d)")
 _LABEL = r"(?<![a-z])({})[-_=. ]?(\d{{1,9}})(?![\da-z])"
 _RANK = re.compile(_LABEL.format("(?:(?:tp|pp|mp|dp|ep|fsdp)[-_])?rank|tp|pp|mp|cp|etp|shards?|parts?|partitions?"))
 _PHASE = re.compile(_LABEL.format("stage|chunk|slice|piece|split"))  # of a pipeline, or of a training
-_DEVICE = re.compile(_LABEL.format("gpu|device|host|node|worker|proc|process|dp"))
+_DEVICE = re.compile(_LABEL.format("gpu|device|host|node|worker|proc|process|dp|experts?|layers?"))
 _RANK_FOLDER = re.compile(
     r"(?:.*[-_.])?(?:rank|shard|part|partition)[-_.=]?\d{1,9}(?:_\d{1,9})*|(?:(?:tp|pp|mp|cp|etp|ep|dp)[-_.=]?\d{1,9}[-_.]?)+"
 )
@@ -143,7 +143,8 @@ def part_by_shapes(store: Store, shapes: Mapping[str, tuple[int, ...]]) -> str |
     sizes = [parameters.get(n) for n in ("n_heads", "head_dim")] if isinstance(parameters, dict) else [None, None]
     heads, dim = (n if type(n) is int and n > 0 else None for n in sizes)
     inner = heads * dim if heads and dim else width
-    if embedding[1] < width or 0 < output[1] < inner:
+    narrow = 0 < output[1] < inner and (heads is not None or inner % output[1] == 0)
+    if embedding[1] < width or narrow:
         ranks = width // embedding[1] if 0 < embedding[1] < width else inner // output[1]
         return f"one of {ranks} tensor-parallel ranks, according to its shapes"
     return "" if heads else None
@@ -177,7 +178,7 @@ def _by_folder(folder: str, file: str, names: Collection[str]) -> str:
         return ""
     if counted:
         return f"its folder is one of {counted}"
-    if _RANK_FOLDER.fullmatch(folder) and not _is_low_rank(folder, file):
+    if _RANK_FOLDER.fullmatch(folder) and not _is_low_rank(folder, file, names):
         return f"its folder is called {folder}, as that of one of several ranks"
     return f"its folder is called {folder}, as that of one pipeline stage" if _is_phase(folder, names) else ""
 
@@ -196,7 +197,7 @@ def _by_label(url: str, key: str, names: Collection[str]) -> str:
     if counted:
         return f"one of {counted} shards"
     label = _RANK.search(name)
-    if label and not _is_low_rank(name, name):
+    if label and not _is_low_rank(name, name, names):
         of = f" of {int(world[1])}" if world else ""
         return f"{label[1]} {int(label[2])}{of}, according to its name"
     return "one pipeline stage, according to its name" if _is_phase(name, names) else ""
@@ -210,10 +211,12 @@ def _counted(name: str) -> int:
     return 0
 
 
-def _is_low_rank(name: str, file: str) -> bool:
+def _is_low_rank(name: str, file: str, names: Collection[str]) -> bool:
     """Whether the rank in a name is that of an adapter's factors."""
     label = _RANK.search(name)
-    return label is not None and int(label[2]) > 0 and bool(_LOW_RANK.search(name) or _LOW_RANK.search(file))
+    if label is None or not int(label[2]):
+        return False
+    return any(_LOW_RANK.search(text.lower()) for text in (name, file, *names))
 
 
 def _is_phase(name: str, names: Collection[str]) -> bool:

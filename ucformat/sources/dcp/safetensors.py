@@ -33,6 +33,7 @@ class OpenShards:
     """The opened shards of a folder."""
 
     kind = "dcp"
+    part: str | None = None
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -79,6 +80,15 @@ class OpenShards:
             )
         if len(totals) != 1:
             raise IntegrityError(f"{self.store.url} has shards of several checkpoints: of {', '.join(sorted(totals))}")
+        numbers, total = {int(m[2]) for m in matches}, int(totals.pop())
+        lost = next((n for n in range(1, min(total, len(numbers) + 1) + 1) if n not in numbers), None)
+        if lost is not None:
+            raise MissingData(
+                f"{self.store.url} has no shard-…-model-{lost:05}-of-{total:05}.safetensors of any rank",
+                hint="copy the files of all ranks; each contains other pieces",
+            )
+        if len(ranks) == 1:
+            self.part = "the shards of one rank, and nothing records how many ranks saved"
 
     def _add(self, name: str, dtype: str, found: list[tuple[Box, str, Extent | None]]) -> None:
         shape = tuple(map(max, zip(*(box.stop for box, _, _ in found), strict=True)))

@@ -61,6 +61,8 @@ class OpenClassic:
     def __init__(self, store: Store, place: MegatronFolder, how: MegatronOptions) -> None:
         self.store = store
         files, self.args = read_ranks(store, place, how.allow, how.vocab_size)
+        if len(files) == 1 and self.args.degree("tensor_model_parallel_size", "model_parallel_size") is None:
+            self.part = "the file of one rank, which does not record how many ranks saved"
         self._ranks = {at: _Rank(at, f, LocalContents()) for at, f in files.items()}
         for rank in self._ranks.values():
             for named, tensors in zip(rank.file.names, rank.file.chunks, strict=True):
