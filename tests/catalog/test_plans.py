@@ -222,6 +222,7 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "delete": lambda c: c.delete("run7@8"),
     "diff": lambda c: c.diff("run7@1", "run7@2"),
     "events": lambda c: (c.events(), c.events("run7@1")),
+    "excess_rights": lambda c: c.excess_rights(),
     "find": find,
     "lines": lambda c: c.lines("run = 'run7'"),
     "forget": lambda c: c.forget(c.places("/data/run7/9")),

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import sqlalchemy as sa
+from click.testing import CliRunner
 
 from tests.catalog.manifests import manifest
 from tests.patience import wait_until
 from ucformat.catalog import sql
+from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.database import Database
 from ucformat.catalog.models import Base, Run
 from ucformat.catalog.recording import record
 from ucformat.catalog.sql import Table, run_sql
 from ucformat.catalog.stamp import Stamp
+from ucformat.cli.main import ucp
 from ucformat.errors import PermissionDenied, UcformatError, UnsafeError, UsageError
 
 if TYPE_CHECKING:
@@ -521,6 +524,16 @@ def test_postgresql_is_hung_up_on_if_it_does_not_end(server: Database, monkeypat
             "select pg_terminate_backend(pid) from pg_stat_activity where position('deaf()' in query) > 0"
             " and pid <> pg_backend_pid()"
         )
+
+
+def test_the_catalog_of_a_superuser_is_described(postgres_server: Postgres) -> None:
+    url = postgres_server.fresh(superuser=True)
+    with Catalog(url) as catalog:
+        catalog.find()
+    told = CliRunner().invoke(ucp, ["catalog", "info", "--catalog", url])
+    assert told.exit_code == 0, told.output
+    assert "may do more than read tables: it is a superuser" in " ".join(told.output.split())
+    assert "--trust-role" in told.output
 
 
 def test_a_superuser_is_not_let_near(server: Database) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tests.cli.conftest import Run
 
-KEYS = ["url", "from", "state", "revision", "checkpoints", "runs", "aliases"]
+KEYS = ["url", "from", "state", "revision", "checkpoints", "runs", "aliases", "role"]
 
 
 def test_what_is_in_it(run: Run, catalog: Path) -> None:
@@ -30,6 +30,7 @@ def test_what_is_in_it(run: Run, catalog: Path) -> None:
         "checkpoints": {"committed": 4, "deleted": 0, "purging": 0, "purged": 0, "replaced": 0},
         "runs": 2,
         "aliases": 0,
+        "role": None,
     }
     lines = run("catalog", "info").stdout.splitlines()
     assert lines[0] == f"sqlite:///{catalog}"

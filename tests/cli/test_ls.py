@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT = [
     "id", "name", "kind", "state", "run", "step", "commits", "launch", "created", "recorded", "deleted", "purge_after",
-    "tensors", "bytes", "files", "files_bytes", "format_version", "engine", "topology", "config", "urls", "metrics", "tags",
-    "aliases", "holds", "notes", "from_documents", "verified",
+    "tensors", "bytes", "files", "files_bytes", "format_version", "engine", "topology", "config", "urls", "metrics",
+    "tags", "aliases", "holds", "notes", "from_documents", "verified",
 ]  # fmt: skip
 
 

@@ -161,6 +161,28 @@ def test_a_removal_that_fails_is_told(run: Run, stored: Path, monkeypatch: pytes
     assert result.stderr.startswith("error: 1 removal failed\n")
 
 
+def test_what_was_removed_by_hand_is_told_with_the_command_that_forgets_it(run: Run, stored: Path) -> None:
+    run("delete", "run9@1700", "--grace", "0s")
+    shutil.rmtree(stored.parent)
+    result = run("gc", "--apply", code=1)
+    assert f"ucp reindex {stored.parent} --forget" in result.stdout
+    run("reindex", stored.parent, "--forget")
+    assert "failed" not in run("gc", "--apply").stdout
+
+
+def test_many_folders_that_are_gone_are_one_warning(run: Run, stored: Path) -> None:
+    for step in range(1701, 1706):
+        run("copy", stored, stored.parent.parent / "gone" / str(step))
+        run("convert", stored, stored.parent.parent / "gone" / f"{step}-new")
+    shutil.rmtree(stored.parent.parent / "gone")
+    policy = stored.parent / "policy.yaml"
+    policy.write_text("version: 1\nkeep: {where: \"run = 'none'\"}\n")
+    told = run("retain", "-p", policy, "--apply", "--yes").stderr
+    assert told.count("could not be updated") == 1
+    assert "other checkpoints" in told
+    assert f"ucp reindex {stored.parent.parent / 'gone'} --forget" in told
+
+
 def test_interrupted_the_next_one_goes_on(run: Run, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

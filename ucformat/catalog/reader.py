@@ -282,6 +282,12 @@ class CatalogReader:
 
         return run_sql(self._database, statement, limit, timeout=timeout, memory=memory, trust_role=trust_role)
 
+    def excess_rights(self) -> str | None:
+        """What else than reading tables the PostgreSQL role may do, for which `sql` refuses it; None if nothing."""
+        from ucformat.catalog.sql import excess_rights
+
+        return excess_rights(self._database)
+
     def events(self, ref: str | None = None, limit: int = 100) -> list[EventEntry]:
         """The last events of the audit log, newest first.
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.database import Database
 
-__all__ = ["TIMEOUT", "Table", "run_sql"]
+__all__ = ["TIMEOUT", "Table", "excess_rights", "run_sql"]
 
 TIMEOUT = 60.0  # seconds
 _MAX_RESULT = 256 << 20  # bytes of all the values of a result
@@ -273,6 +273,19 @@ having count(*) > 0
 """  # functions that are not public, except those of pg_monitor, which only show the server's activity
 
 
+def _excess_rights(driver: Any) -> str | None:
+    found = driver.execute(_RIGHTS).fetchone()
+    return None if found is None else f"role {driver.info.user!r} may do more than read tables: {found[0]}"
+
+
+def excess_rights(database: Database) -> str | None:
+    """What else than reading tables a PostgreSQL role may do; None if nothing, and for SQLite."""
+    if database.sqlite:
+        return None
+    with database.reading() as c:
+        return _excess_rights(c.connection.driver_connection)
+
+
 def _postgresql(
     database: Database, statement: str, limit: int | None, timeout: float | None, *, trust_role: bool
 ) -> Table:
@@ -282,10 +295,10 @@ def _postgresql(
         )
         c.detach()  # closed afterwards, since a query can change the session
         driver: Any = c.connection.dbapi_connection
-        rights = None if trust_role else driver.execute(_RIGHTS).fetchone()
+        rights = None if trust_role else _excess_rights(driver)
         if rights is not None:
             raise UnsafeError(
-                f"PostgreSQL's role {driver.info.user!r} may do more than read tables: {rights[0]}",
+                f"PostgreSQL's {rights}",
                 hint="connect with a read-only role (docs/catalog.md shows how to create one), or pass --trust-role",
             )
         late = threading.Event()

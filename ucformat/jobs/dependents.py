@@ -204,12 +204,13 @@ def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[st
     Args:
         places: the id of each checkpoint with the urls of its places.
     """
+    failures: dict[str, str] = {}
 
     def list_dependents(url: str) -> tuple[str, ...]:
         try:
             return dependents_at(open_store(url))
         except UcformatError as error:
-            _log.warning("cannot list the dependents of %s: %s", url, error.message)
+            failures[url] = error.message
             return ()
 
     pairs = [(checkpoint, url) for checkpoint, urls in places.items() for url in urls]
@@ -218,6 +219,10 @@ def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[st
         others = frozenset(ids) - {checkpoint}
         if others:
             found[checkpoint] = found.get(checkpoint, frozenset()) | others
+    if failures:
+        first = min(failures)
+        more = f", and of {len(failures) - 1:,} other places" if len(failures) > 1 else ""
+        _log.warning("cannot list the dependents of %s%s: %s", first, more, failures[first])
     return found
 
 

@@ -66,8 +66,12 @@ def write_documents(catalog: Catalog, limit: int | None = _AT_ONCE, *, changed: 
     """
     with catalog.database.reading() as c:
         due = stale(c, limit, changed)
-    for checkpoint in due:
-        _write_everywhere(catalog, checkpoint)
+    failures = {url: error for checkpoint in due for url, error in _write_everywhere(catalog, checkpoint).items()}
+    if failures:
+        first, error = min(failures.items(), key=lambda failure: failure[0])
+        more = f", and of {len(failures) - 1:,} other checkpoints," if len(failures) > 1 else ""
+        why = error.message if error.hint is None else f"{error.message} {error.hint}"
+        _log.warning("the catalog's document beside %s%s could not be updated: %s", first, more, why)
     return len(due)
 
 
@@ -131,16 +135,17 @@ def _parse(data: bytes, store: Store) -> CatalogDoc:
         ) from None
 
 
-def _write_everywhere(catalog: Catalog, checkpoint: Stale) -> None:
-    """Write the document of a checkpoint in all its places."""
-    revisions = []
+def _write_everywhere(catalog: Catalog, checkpoint: Stale) -> dict[str, UcformatError]:
+    """Write the document of a checkpoint in all its places; returns the failures."""
+    revisions, failures = [], {}
     for url in checkpoint.urls:
         try:
             revisions.append(_write(catalog, checkpoint.serial, url))
         except UcformatError as error:
-            _log.warning("the catalog's document beside %s could not be updated: %s", url, error.message)
+            failures[url] = error
     if revisions and len(revisions) == len(checkpoint.urls):
         catalog.database.write(lambda c: mark_written(c, checkpoint.serial, min(revisions)))
+    return failures
 
 
 def _composed(catalog: Catalog, serial: int, url: str) -> CatalogDoc:

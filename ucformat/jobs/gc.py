@@ -115,7 +115,7 @@ def collect(
                 if purge(catalog, checkpoint):
                     purged.append(checkpoint)
         except UcformatError as error:
-            failures.append(f"{checkpoint}: {error.message}")
+            failures.append(f"{checkpoint}: {_told(error)}")
         if progress is not None:
             progress(done, len(ids) + len(leftovers))
     for done, left in enumerate(leftovers, len(ids) + 1):
@@ -150,8 +150,13 @@ def consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
                 with naming_place(url):
                     _consult(catalog, checkpoint, url)
             except UcformatError as error:
-                unclear[checkpoint] = f"{checkpoint}: it may be protected: {error.message}"
+                unclear[checkpoint] = f"{checkpoint}: it may be protected: {_told(error)}"
     return unclear
+
+
+def _told(error: UcformatError) -> str:
+    """The message of an error, and what to do about it."""
+    return error.message if error.hint is None else f"{error.message} {error.hint}"
 
 
 def _consult(catalog: Catalog, checkpoint: str, url: str) -> None:

@@ -171,8 +171,9 @@ def check_removed(store: Store, *, begun: bool) -> None:
     if not isinstance(store, LocalStore):
         return
     above = Path(store.url).parent
+    gone = next((p for p in (*reversed(Path(store.url).parents), Path(store.url)) if not p.exists()), Path(store.url))
     if not above.is_dir() or not (begun or any(p.name != Path(store.url).name for p in above.iterdir())):
         raise NotFound(
             f"there is nothing at {store.url}, nor beside it: is its disk not mounted?",
-            hint=f"mount it; or, if it no longer exists: ucp reindex {store.url} --forget",
+            hint=f"mount it; or, if it no longer exists: ucp reindex {gone} --forget",
         )

@@ -47,6 +47,7 @@ def info(out: Output) -> None:
         "checkpoints": None,
         "runs": None,
         "aliases": None,
+        "role": None,
     }
     error = None
     if url is not None:
@@ -75,16 +76,17 @@ def _contents(url: str) -> dict[str, Any]:
             "checkpoints": _checkpoints(catalog),
             "runs": _runs(catalog),
             "aliases": len(catalog.aliases()),
+            "role": catalog.excess_rights(),
         }
 
 
 def _checkpoints(catalog: Catalog) -> dict[str, int]:
-    found = dict(catalog.sql("select state, count(*) from checkpoint group by state").rows)
+    found = dict(catalog.sql("select state, count(*) from checkpoint group by state", trust_role=True).rows)
     return {state: int(found.get(state, 0)) for state in _STATES}
 
 
 def _runs(catalog: Catalog) -> int:
-    return int(catalog.sql("select count(*) from run").rows[0][0])
+    return int(catalog.sql("select count(*) from run", trust_role=True).rows[0][0])
 
 
 def _describe(found: dict[str, Any]) -> Iterator[str]:
@@ -99,6 +101,8 @@ def _describe(found: dict[str, Any]) -> Iterator[str]:
                 yield from field(state, count(n), width)
         yield from field("runs", count(found["runs"]), width)
         yield from field("aliases", count(found["aliases"]), width)
+        if found["role"] is not None:
+            yield from field("role", f"{found['role']}; `ucp sql` needs --trust-role, or a read-only role", width)
 
 
 @command
