@@ -103,10 +103,13 @@ def test_files_that_complete_each_other(tmp_path: Path) -> None:
             saved(tmp_path / "epochs" / f"model_{n}.{suffix}", layers[0])
             saved(tmp_path / "gan" / f"net_{n}.{suffix}", (f"{'GD'[n]}.weight",))
         for n in layers:
-            refused(tmp_path / f"half_{n}.{suffix}", "other layers of the same model")
+            refused(tmp_path / f"half_{n}.{suffix}", "other layers or tensors of the same model")
             refused(tmp_path / "stage" / f"stage_{n}.{suffix}")
             for whole in ("epochs/model", "gan/net"):
                 assert open_checkpoint(tmp_path / f"{whole}_{n}.{suffix}").names()
+    saved(tmp_path / "ends" / "m_0.pt", ("model.embed.weight",))
+    saved(tmp_path / "ends" / "m_1.pt", ("model.norm.weight", "head.weight"))
+    refused(tmp_path / "ends" / "m_1.pt", "other layers or tensors of the same model")
     for n in layers:
         saved(tmp_path / "dotted" / f"m.0{n}.pth")
         saved(tmp_path / "later" / f"m.0{n + 4}.pth")

@@ -262,17 +262,21 @@ def _by_siblings(
         if label and label.start(2) == m.start():
             return f"{label[1]} {int(label[2])}, beside {numbered[others[0]]}"
         if names_of is not None and _complete(names, names_of, numbered[others[0]]):
-            return f"{numbered[others[0]]} has other layers of the same model"
+            return f"{numbered[others[0]]} has other layers or tensors of the same model"
     return ""
 
 
 def _complete(names: Collection[str], names_of: Callable[[str], Iterable[str]], other: str) -> bool:
-    """Whether two files have different layers of one stack."""
+    """Whether two files have different layers of one stack, or else different tensors of one module."""
     try:
-        theirs = _stacks(names_of(other))
+        beside = set(names_of(other))
     except UcformatError:  # another kind of file
         return False
-    return any(mine.isdisjoint(theirs.get(stack, mine)) for stack, mine in _stacks(names).items())
+    theirs = _stacks(beside)
+    if any(mine.isdisjoint(theirs.get(stack, mine)) for stack, mine in _stacks(names).items()):
+        return True
+    modules, others = ({name.partition(".")[0] for name in found if "." in name} for found in (names, beside))
+    return beside.isdisjoint(names) and not modules.isdisjoint(others)
 
 
 def _stacks(names: Iterable[str]) -> dict[str, set[int]]:
