@@ -200,9 +200,17 @@ def test_renamed_by_regular_expressions_of_whole_names() -> None:
 
 def test_a_rename_that_makes_two_names_one_is_an_error() -> None:
     ck = stored(("a", "weight", "float32"), ("b", "weight", "float32"))
-    for rename in ({".": "x"}, lambda _: "x", {"a": "b"}):
-        with pytest.raises(UsageError, match=r"`rename` maps both 'a' and 'b' to '[bx]'"):
+    for rename in ({".": "x"}, lambda _: "x"):
+        with pytest.raises(UsageError, match=r"`rename` maps both 'a' and 'b' to 'x'"):
             stored_names(ck, rename)
+
+
+def test_a_name_that_is_given_to_another_tensor_is_taken_from_the_one_that_has_it() -> None:
+    ck = stored(*((n, "weight", "float32") for n in ("a", "b", "c")))
+    assert stored_names(ck, {"a": "b"}) == {"b": "a", "c": "c"}
+    found, problems = matched([wanted("b"), wanted("c")], ck, rename={"a": "b"})
+    assert found == {Key(n, "weight"): (Key(s, "weight"), "float32") for n, s in (("b", "a"), ("c", "c"))}
+    assert problems.unexpected == ("b (weight)",)
 
 
 def test_tied_names_may_become_one_and_are_renamed_too() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GROUPS",
+    "MODEL_KEYS",
     "Naming",
     "Path",
     "dotted",
@@ -36,7 +37,7 @@ __all__ = [
 GROUPS = "param_groups"
 _STATE = "state"
 #: Keys that programs use for the model: these decide if nothing else identifies it among several.
-_MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "net")
+MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "net")
 
 
 def dotted(path: Path) -> str:
@@ -180,7 +181,7 @@ def _main_model(owners: Collection[Path], weights: Iterable[Path]) -> Path | Non
     among = owners or {p[:-1] for p in weights}
     if len(among) == 1 and (owners or not any(isinstance(p[-1], int) for p in weights)):
         return next(iter(among))
-    called = [p for p in among if p and p[-1] in _MODEL_KEYS]
+    called = [p for p in among if p and p[-1] in MODEL_KEYS]
     return called[0] if len(called) == 1 else None
 
 
@@ -220,7 +221,7 @@ def _without_model(text: str) -> list[str]:
     """A path as it is, and without a leading `model.`, `app.model.` and the like."""
     out = [text]
     parts = text.split(".")
-    out += [".".join(parts[i + 1 :]) for i in range(min(2, len(parts) - 1)) if parts[i] in _MODEL_KEYS]
+    out += [".".join(parts[i + 1 :]) for i in range(min(2, len(parts) - 1)) if parts[i] in MODEL_KEYS]
     return out
 
 
@@ -271,7 +272,7 @@ def _owner(
     for candidates in (
         fitting,
         [p for p in fitting if _words(p) and _words(p) == _words(root)],
-        [p for p in fitting if p and p[-1] in _MODEL_KEYS],
+        [p for p in fitting if p and p[-1] in MODEL_KEYS],
         [p for p in fitting if p[:-1] == root[:-1]],
     ):
         if len(candidates) == 1:

@@ -127,13 +127,26 @@ class Entries(Mapping[str, Any]):
         if data is not ABSENT and self.recorded.tensors and not held:
             return PlainValue(data)
         key = key_of_dotted(fqn, self.states)
-        if key is not None and self.shape(key) is not None:
+        if key is not None and self.shape(key) is not None and not self._is_elsewhere(fqn, key):
             return StoredWeight(key)
         if isinstance(data, dict) and set(data) == {"$ref"}:
             return self._find(data["$ref"])
         if held:
             return SplitValue()
         return PlainValue(data) if data is not ABSENT else option
+
+    def _is_elsewhere(self, fqn: str, key: Key) -> bool:
+        """Whether a tensor with this name was saved in another entry than the one that is asked for, which exists."""
+        stored = self.names[key.name]
+        asked_by_name = key.name == fqn or self.recorded.unrenamed.get(key.name) != stored
+        if asked_by_name or key.state != "weight" or not self.ck.metadata.paths.get(Key(stored, key.state)):
+            return False
+        return fqn.partition(".")[0] in self._entries
+
+    @cached_property
+    def _entries(self) -> set[str]:
+        """The keys of the saved state below which tensors were saved."""
+        return {text.partition(".")[0] for text in self.recorded.tensors if "." in text}
 
     def _option(self, fqn: str) -> Hyperparameter | None:
         if not self.ck.manifest.groups:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,13 @@ from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
-from ucformat.sources.dcp.names import dotted
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.url import as_strings
 from ucformat.storage.watched import check_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
 from ucformat.torch.comm.wire import message
+from ucformat.torch.loading.find import find_tensors
+from ucformat.torch.loading.left import asked_entries, fits, is_asked, is_named, left_values
 from ucformat.torch.loading.match import (
     PARAMETER,
     Matched,
@@ -37,10 +37,18 @@ from ucformat.torch.loading.match import (
     raise_for,
     stored_names,
 )
+from ucformat.torch.loading.optimizers import place_states
 from ucformat.torch.loading.read import ReadAmount, read
 from ucformat.torch.loading.share import AnotherRankFailed, read_shared
 from ucformat.torch.loading.together import open_together
-from ucformat.torch.loading.values import SavedState, fit_groups, fit_objects, fit_wrappers, take_values
+from ucformat.torch.loading.values import (
+    SavedState,
+    fit_groups,
+    fit_objects,
+    fit_wrappers,
+    resize_extra_states,
+    take_values,
+)
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.local import LocalShard, locals_of, mesh_of, without_ties
 from ucformat.torch.state.memory import check_fillable, dtype_name, torch_dtype
@@ -62,7 +70,10 @@ __all__ = ["LoadReport", "load", "load_local", "state_dict"]
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The result of a load; true unless something was missing or did not fit.
+    """The result of a load; true if all that was asked for is in the state as it was saved.
+
+    It is false if something was missing or did not fit, or if `left` has entries: what the checkpoint has of the
+    entries of the state and the state has no place for, unless `leave` named it.
 
     `url`, `id` and `step` are those of the checkpoint, and `tensors` is the number of tensors that were filled.
     `nbytes` are the bytes that this rank read from storage; `bytes_unverified` are those of tensors whose checksums
@@ -84,6 +95,7 @@ class LoadReport:
     lineage: LineageDoc
     launch: LaunchDoc | None = None
     problems: Problems = field(default_factory=Problems)
+    left: tuple[str, ...] = ()
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -96,7 +108,7 @@ class LoadReport:
         return self.problems.unexpected
 
     def __bool__(self) -> bool:
-        return not self.problems.lines(unexpected=False)
+        return not self.left and not self.problems.lines(unexpected=False)
 
 
 def load(
@@ -105,6 +117,7 @@ def load(
     strict: Strict = "report",
     *,
     rename: Rename | None = None,
+    leave: str | Iterable[str] = (),
     cast: bool = False,
     trust: bool = False,
     verify: Verify = "whole",
@@ -128,6 +141,8 @@ def load(
             report lists the rest.
         rename: maps names of the checkpoint to names of the state: a function, or `{regex: replacement}`, where the
             regex matches the whole name.
+        leave: what of the checkpoint needs no place in the state: names, prefixes of names that end at a dot, or globs
+            (`*.exp_avg`), of tensors, or of their paths and those of values in the state that was saved.
         cast: cast tensors to the dtypes of the state.
         trust: unpickle opaque objects, which may run code.
         verify: which checksums to check: `whole` those of packed files, and of chunks of arrays that are read whole
@@ -151,15 +166,19 @@ def load(
             found = collect(state)
             names = stored_names(ck, rename)
             recorded = SavedState(ck, names)
-            found.keys |= {p: key for p in found.tensors if (key := recorded.tensors.get(dotted(p))) is not None}
-            wrappers = fit_wrappers(found, recorded)
+            leave = (leave,) if isinstance(leave, str) else tuple(leave)
+            problems = place_states(found, recorded) | find_tensors(found, recorded)
+            problems |= fit_wrappers(found, recorded)
             for path, tensor in found.tensors.items():
                 if not isinstance(tensor, ShardedTensor):
                     check_fillable(str(found.keys[path]), memory_of(tensor))
             take_values(found, recorded)
+            resize_extra_states(found, recorded)
+            asked = asked_entries(found, recorded)
             aliases, targets = without_ties(locals_of(found))
             objects, put_objects = fit_objects(found, recorded, ranks, trust=trust, cast=cast)
             groups, put_groups = fit_groups(found, recorded)
+            problems |= objects | groups | Problems(unexpected=left_values(found, recorded, asked, leave))
 
         def put() -> None:
             put_objects()
@@ -179,10 +198,13 @@ def load(
             group=ranks,
             broadcast_group=broadcast_group,
             progress=progress,
-            problems=wrappers | objects | groups,
+            problems=problems,
+            asked=asked,
+            leave=leave,
             then=put,
             layout=mesh_of(found.tensors.values()),
             stateful=len(groups.missing) < sum(map(len, found.groups.values())),
+            optimizer=bool(found.groups or found.optimizer_dicts),
         )
 
 
@@ -203,6 +225,9 @@ def load_local(
     then: Callable[[], None] = lambda: None,
     layout: Mapping[str, Any] | None = None,
     stateful: bool = False,
+    optimizer: bool = False,
+    asked: Sequence[str] | None = None,
+    leave: Sequence[str] = (),
 ) -> LoadReport:
     """Fill the tensors of this rank, of any engine; see `load`.
 
@@ -222,18 +247,35 @@ def load_local(
         then: called when all tensors are filled.
         layout: of the state of this rank, as a save records it.
         stateful: whether hyper-parameters of an optimizer are loaded, too.
+        optimizer: whether states of an optimizer are asked for, even if the targets have none.
+        asked: the entries of the saved state that are asked for (None: all).
+        leave: as for `load`.
     """
     begun = time.monotonic()
     ranks = group or group_of()
     with ranks.sharing_errors():
         names = names or stored_names(ck, None)
-        matched, found, lacking = match(targets, aliases or {}, ck, names, cast=cast)
+        matched, found, lacking = match(targets, aliases or {}, ck, names, cast=cast, optimizer=optimizer)
         stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)
         others = found | (problems or Problems())
-    mine = _RankReport(ranks.rank, others, np.packbits(lacking), layout or {}, stateful)
+    mine = _RankReport(
+        ranks.rank, others, np.packbits(lacking), layout or {}, stateful, None if asked is None else tuple(asked)
+    )
     joined: _RankReport = ranks.combine(mine, _join, _RankReport)
-    common = labels_of(compress(ck.tensors, np.unpackbits(joined.unexpected)), names)
-    found = replace(joined.problems, unexpected=(*common, *joined.problems.unexpected))
+    lacking_keys = list(compress(ck.tensors, np.unpackbits(joined.unexpected)))
+    unexpected = {
+        key: label
+        for key, label in zip(lacking_keys, labels_of(lacking_keys, names), strict=True)
+        if not (leave and is_named(ck, key, label, leave))
+    }
+    reachable = set(names.values())  # not what another tensor has been renamed to
+    left = [
+        label
+        for key, label in unexpected.items()
+        if key.name in reachable and (joined.asked is None or is_asked(ck, key, joined.asked))
+    ]
+    values = joined.problems.unexpected
+    found = replace(joined.problems, unexpected=(*unexpected.values(), *values))
     raise_for(found, strict, ck.url)
     amount, failure = ReadAmount(), None
     try:
@@ -253,12 +295,14 @@ def load_local(
     lineage = edge_of(ck, now, continues=joined.stateful)
     launch = None if ck.universal is None else ck.universal.manifest.launch
     seconds = time.monotonic() - begun
-    return LoadReport(ck.url, ck.id, ck.metadata.step, len(matched), *amount, seconds, now, lineage, launch, found)
+    return LoadReport(
+        ck.url, ck.id, ck.metadata.step, len(matched), *amount, seconds, now, lineage, launch, found, (*left, *values)
+    )
 
 
 @message
 class _RankReport:
-    """The mismatches of ranks from `rank` on, the layout, and whether state of an optimizer is loaded.
+    """The mismatches of ranks from `rank` on, the layout, whether optimizer state is loaded, and what is asked for.
 
     `unexpected` has a bit for each tensor of the checkpoint, because pipeline stages lack most of them.
     """
@@ -268,6 +312,7 @@ class _RankReport:
     unexpected: NDArray[np.uint8]
     layout: Mapping[str, Any]
     stateful: bool
+    asked: tuple[str, ...] | None
 
 
 def _join(a: _RankReport, b: _RankReport) -> _RankReport:
@@ -289,6 +334,7 @@ def _join(a: _RankReport, b: _RankReport) -> _RankReport:
         a.unexpected & b.unexpected,
         dict(a.layout) | dict(b.layout),
         a.stateful or b.stateful,
+        None if a.asked is None or b.asked is None else tuple(dict.fromkeys((*a.asked, *b.asked))),
     )
 
 
@@ -356,15 +402,11 @@ def _chosen(weights: Mapping[str, str], patterns: Sequence[str] | None, url: str
         return dict(weights)
     found: set[str] = set()
     for pattern in patterns:
-        fitting = {pattern} & weights.keys() or {name for name in weights if _fits(name, pattern)}
+        fitting = {pattern} & weights.keys() or {name for name in weights if fits(name, pattern)}
         if not fitting:
             raise TensorNotFound(f"{url} has no weight {pattern!r}", hint=_nearest(pattern, weights))
         found |= fitting
     return {name: stored for name, stored in weights.items() if name in found}
-
-
-def _fits(name: str, pattern: str) -> bool:
-    return name.startswith(pattern.rstrip(".") + ".") or fnmatchcase(name, pattern)
 
 
 def _nearest(pattern: str, weights: Iterable[str]) -> str:

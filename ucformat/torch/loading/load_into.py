@@ -17,7 +17,7 @@ from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.watched import check_unchanged
-from ucformat.torch.loading.match import PARAMETER, match, raise_for, stored_names, weight_of
+from ucformat.torch.loading.match import PARAMETER, Problems, match, overlaps, raise_for, stored_names, weight_of
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.values import SavedState
 from ucformat.torch.state.local import local_of, tied_names
@@ -109,7 +109,9 @@ def load_into(
     matched, problems, lacking = match([w.target for w in fitting], aliases, ck, names, cast=True, as_lazy=True)
     renamed = {stored: name for name, stored in reversed(names.items())}
     of_bad = {names.get(n) for w in wanted if w.problem is not None for n in w.slot.names}
-    unexpected = list(dict.fromkeys(renamed[k.name] for k in compress(ck.tensors, lacking) if k.name not in of_bad))
+    unexpected = list(
+        dict.fromkeys(renamed.get(k.name, k.name) for k in compress(ck.tensors, lacking) if k.name not in of_bad)
+    )
     found = {m.target.info.name for m in matched}
     labels = {*problems.missing}
     missing = [n for w in fitting if str(w.target.key) in labels and w.slot.name not in found for n in w.slot.names]
@@ -120,6 +122,8 @@ def load_into(
         shapes=(*shapes, *problems.shapes),
         others=(*problems.others, *_other_wrappers(slots, names, ck)),
     )
+    in_memory = [local_of(slot.name, "weight", slot.tensor) for slot in slots if not slot.tensor.is_meta]
+    problems |= Problems(others=tuple(overlaps(in_memory, (), ck).values()))
     raise_for(problems if strict else replace(problems, missing=(), unexpected=()), True, ck.url)
     with torch.no_grad(), consistent():
         for w in fitting:

@@ -15,6 +15,7 @@ from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import PART_OF
 from ucformat.schema import TORCH_NUMBERS
 from ucformat.torch.state.elements import blocks_of
+from ucformat.torch.state.overlap import sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ __all__ = [
     "holds_training",
     "labels_of",
     "match",
+    "overlaps",
     "raise_for",
     "stored_names",
     "weight_of",
@@ -98,21 +100,23 @@ def stored_names(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
     Args:
         ck: the checkpoint.
         rename: maps names of the checkpoint to names of the state: a function, or `{regex: replacement}`, of which the
-            first that matches a whole name applies.
+            first that matches a whole name applies. A name that another tensor has is taken from it.
 
     Raises:
-        UsageError: two tensors get one name, or a regular expression is not supported (`docs/layout.md`).
+        UsageError: two tensors are renamed to one name, or a regular expression is not supported (`docs/layout.md`).
     """
     all_names = {n: n for n in ck.names()} | dict(ck.aliases)
     if rename is None:
         return all_names
     to = rename if callable(rename) else _by_regex(rename)
-    out: dict[str, str] = {}
-    for name, stored in all_names.items():
-        new = to(name)
-        if out.setdefault(new, stored) != stored:
-            raise UsageError(f"`rename` maps both {out[new]!r} and {name!r} to {new!r}", hint="map them to two names")
-    return out
+    new_names = {name: to(name) for name in all_names}
+    renamed: dict[str, str] = {}
+    for name, new in new_names.items():
+        if new != name and renamed.setdefault(new, stored := all_names[name]) != stored:
+            raise UsageError(
+                f"`rename` maps both {renamed[new]!r} and {name!r} to {new!r}", hint="map them to two names"
+            )
+    return {new: renamed.get(new, all_names[name]) for name, new in new_names.items()}
 
 
 def _by_regex(rules: Mapping[str, str]) -> Callable[[str], str]:
@@ -134,6 +138,7 @@ def match(
     *,
     cast: bool,
     as_lazy: bool = False,
+    optimizer: bool = False,
 ) -> tuple[list[Matched], Problems, NDArray[np.bool_]]:
     """Match each target with the stored tensor from which it is read.
 
@@ -147,6 +152,7 @@ def match(
         names: the stored names, from `stored_names`.
         cast: match tensors of different dtypes too.
         as_lazy: match each weight with the tensor that `ck[name]` reads, whatever its dtype.
+        optimizer: states of an optimizer are expected, even if the targets have none.
 
     Returns:
         the matches, all mismatches but what is unexpected, and of each tensor of the checkpoint whether it is that.
@@ -188,8 +194,37 @@ def match(
                 others.append(f"tied here: {alias} is {name}, but the checkpoint has two tensors, which differ")
         if mine is not None:
             wanted |= {Key(mine, s) for s in PARAMETER}
+    shared = overlaps([m.target for m in found], [m.stored for m in found], ck)
+    others += shared.values()
+    found = [m for n, m in enumerate(found) if not any(n in pair for pair in shared)]
     problems = Problems(tuple(missing), (), tuple(shapes), tuple(dtypes), tuple(others))
-    return found, problems, _unexpected(wanted, {t.info.state for t in targets}, ck)
+    kinds = {t.info.state not in PARAMETER for t in targets} | ({True} if optimizer else set())
+    return found, problems, _unexpected(wanted, kinds, ck)
+
+
+def overlaps(targets: Sequence[LocalShard], stored: Sequence[TensorInfo], ck: Checkpoint) -> dict[tuple[int, int], str]:
+    """Return which targets would be filled over each other, and why: their numbers, and a line.
+
+    Args:
+        targets: of this rank.
+        stored: the stored tensor from which each is filled; if there are none, the same view is no problem.
+        ck: the checkpoint.
+    """
+    out: dict[tuple[int, int], str] = {}
+    for a, b, same in sharing(targets):
+        one, other = targets[a], targets[b]
+        if not same:
+            out[a, b] = (
+                f"{one.key} and {other.key} share memory, but not as the same view: one would be filled over the "
+                "other; give one of them memory of its own, or leave it out"
+            )
+        elif (
+            stored
+            and stored[a].key != stored[b].key
+            and not _equal_values(ck, stored[a], stored[b], [p.box for p in one.pieces])
+        ):
+            out[a, b] = f"{one.key} and {other.key} share memory, but the checkpoint has two tensors, which differ"
+    return out
 
 
 def _whole_wrappers(found: list[Matched], targets: Sequence[LocalShard]) -> list[Matched]:
@@ -221,34 +256,34 @@ def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> Tenso
     return next((i for i in have if i.dtype == info.dtype), have[0] if have else None)
 
 
-def _equal(ck: Checkpoint, a: str, b: str, held: Iterable[Box]) -> bool:
+def _equal(ck: Checkpoint, a: str, b: str, held: Sequence[Box]) -> bool:
     """Whether two stored weights are equal: by their digests, or without these in the boxes that this rank holds."""
-    table = ck.manifest.tensors
-    docs = [{t.state: t for t in map(table.__getitem__, table.rows(n)) if t.state in PARAMETER} for n in (a, b)]
-    if docs[0].keys() != docs[1].keys():
+    both = [{s: i for s in PARAMETER if (i := ck.tensors.get(Key(n, s))) is not None} for n in (a, b)]
+    if both[0].keys() != both[1].keys():
         return False
-    for state, one in docs[0].items():
-        other = docs[1][state]
-        if (one.dtype, one.shape, one.chunk) == (other.dtype, other.shape, other.chunk) and one.digest and other.digest:
-            if one.digest != other.digest:
+    return all(_equal_values(ck, one, both[1][state], held) for state, one in both[0].items())
+
+
+def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, held: Sequence[Box]) -> bool:
+    """Whether two stored tensors are equal, as for `_equal`."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    table = ck.manifest.tensors
+    one, other = (next(t for t in map(table.__getitem__, table.rows(i.name)) if t.state == i.state) for i in (a, b))
+    if one.chunk == other.chunk and one.digest and other.digest:
+        return one.digest == other.digest
+    tensors = ck[a.name, a.state], ck[b.name, b.state]
+    for box in held:
+        for block in blocks_of(box, a.itemsize):
+            where = tuple(slice(x, x + n) for x, n in zip(block.start, block.shape, strict=True))
+            if tensors[0][where].tobytes() != tensors[1][where].tobytes():
                 return False
-            continue
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
-            return False
-        tensors = ck[a, state], ck[b, state]
-        for box in held:
-            for block in blocks_of(box, tensors[0].info.itemsize):
-                where = tuple(slice(x, x + n) for x, n in zip(block.start, block.shape, strict=True))
-                if tensors[0][where].tobytes() != tensors[1][where].tobytes():
-                    return False
     return True
 
 
-def _unexpected(wanted: set[Key], states: set[str], ck: Checkpoint) -> NDArray[np.bool_]:
-    """Which stored tensors are not in the state, only of kinds that it has: weights, states of an optimizer."""
-    weights = bool(states & set(PARAMETER))
-    optimizer = bool(states - set(PARAMETER))
-    lacking = (k not in wanted and (weights if k.state in PARAMETER else optimizer) for k in ck.tensors)
+def _unexpected(wanted: set[Key], kinds: set[bool], ck: Checkpoint) -> NDArray[np.bool_]:
+    """Which stored tensors are not in the state, of its kinds: weights (False), states of an optimizer (True)."""
+    lacking = (k not in wanted and (k.state not in PARAMETER) in kinds for k in ck.tensors)
     return np.fromiter(lacking, np.bool_, len(ck.tensors))
 
 
@@ -260,7 +295,7 @@ def labels_of(keys: Iterable[Key], names: Mapping[str, str]) -> list[str]:
         names: the stored names, from `stored_names`.
     """
     renamed = {stored: name for name, stored in reversed(list(names.items()))}
-    return [str(Key(renamed[key.name], key.state)) for key in keys]
+    return [str(Key(renamed.get(key.name, key.name), key.state)) for key in keys]
 
 
 _MAX_LINES = 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import from_json, is_flattened, is_special, json_key
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.state.collect import ValueSlot
+from ucformat.torch.state.memory import dtype_name, torch_dtype
 from ucformat.torch.state.objects import Rng, decode, encode, unfit
 from ucformat.torch.state.subclasses import RECORD, check_live
 
@@ -36,6 +38,7 @@ __all__ = [
     "fit_groups",
     "fit_objects",
     "fit_wrappers",
+    "resize_extra_states",
     "take_values",
     "value_at",
 ]
@@ -53,6 +56,7 @@ class SavedState:
 
     def __init__(self, ck: Checkpoint, names: Mapping[str, str]) -> None:
         self.ck, self.names = ck, names
+        self.unrenamed = {n: n for n in ck.names()} | dict(ck.aliases)
         self.tensors: dict[str, Key] = {}
         self.paths: dict[str, Path] = {}
         for key, paths in ck.metadata.paths.items():
@@ -60,7 +64,7 @@ class SavedState:
                 self.paths |= (mine := {dotted(p): p for p in paths})
                 self.tensors |= dict.fromkeys(mine, key)
 
-    @property
+    @cached_property
     def optimizers(self) -> dict[str, list[tuple[GroupDoc, Place]]]:
         """The groups of each optimizer, by its dotted path."""
         groups = self.ck.manifest.groups
@@ -158,8 +162,13 @@ class SavedState:
                 yield (*place.path, GROUPS, number, "params")
                 for path in _leaves({k: v for k, v in group.options.items() if k != "state"}, (), set()):
                     yield (*place.path, GROUPS, number, *path)
+        yield from self.value_paths
+
+    @cached_property
+    def value_paths(self) -> list[Path]:
+        """The paths of the plain values, except hyper-parameters of optimizers."""
         lists = {dotted(p[:i]) for p in self.paths.values() for i, part in enumerate(p) if type(part) is int}
-        yield from _leaves(self.ck.objects, (), lists)
+        return list(_leaves(self.ck.objects, (), lists))
 
 
 def _shown(record: Any, part: str) -> str:
@@ -371,6 +380,24 @@ def take_values(found: CollectedState, recorded: SavedState) -> None:
         if type(tensor) is torch.Tensor and isinstance(data, dict) and set(data) == {"$tensor"}:
             found.leaves[path] = ValueSlot(tensor, tensor.copy_)
             del found.tensors[path]
+
+
+def resize_extra_states(found: CollectedState, recorded: SavedState) -> None:
+    """Give the extra states of modules, which are loaded as a whole, the shapes and dtypes that were saved.
+
+    Args:
+        found: the state, which is changed.
+        recorded: the state that was saved.
+    """
+    for path, put in found.extra_states.items():
+        name, state = found.keys.get(path, ("", ""))
+        stored = recorded.ck.tensors.get(Key(recorded.names.get(name, name), state))
+        tensor = found.tensors.get(path)
+        if stored is None or tensor is None:
+            continue
+        if tuple(tensor.shape) != stored.shape or dtype_name(tensor.dtype) != stored.dtype:
+            found.tensors[path] = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=tensor.device)
+            put(found.tensors[path])
 
 
 def with_empty(data: Any, template: Any) -> Any:

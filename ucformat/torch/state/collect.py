@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from ucformat.errors import UnsupportedError, UsageError
+from ucformat.errors import StateMismatch, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted, name_state, optimizer_roots, split_option
 from ucformat.torch.state.objects import PerRank, Rng, encode
-from ucformat.torch.state.subclasses import RECORD, own_memory, take_apart
+from ucformat.torch.state.subclasses import RECORD, is_subclass, memory_of, own_memory, take_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import Callable, Iterable
 
     from ucformat.sources.dcp.names import Path
     from ucformat.torch.state.subclasses import Taken
@@ -34,10 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CollectedState",
+    "GroupOptions",
+    "LiveOptimizer",
     "OptimizerGroup",
     "ValueSlot",
     "are_names",
     "collect",
+    "collect_made",
     "inner_key",
     "is_group",
     "replace_wrappers",
@@ -75,6 +73,14 @@ class OptimizerGroup:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class LiveOptimizer:
+    """An optimizer of a state, and its parameters by name, in the order of its groups."""
+
+    optimizer: torch.optim.Optimizer
+    params: Mapping[str, torch.Tensor]
+
+
 @dataclass(slots=True)
 class CollectedState:
     """The parts of a state, by path; the functions `finish` are called when all of them are loaded.
@@ -91,9 +97,22 @@ class CollectedState:
     groups: dict[Path, list[OptimizerGroup]] = field(default_factory=dict)
     group_entries: set[Path] = field(default_factory=set)  # entries that are optimizer groups or hyper-parameters
     finish: list[Callable[[], None]] = field(default_factory=list)
+    optimizers: dict[Path, LiveOptimizer] = field(default_factory=dict)
+    optimizer_dicts: dict[Path, MutableMapping[str, Any]] = field(default_factory=dict)  # state dicts with groups
+    extra_states: dict[Path, Callable[[torch.Tensor], None]] = field(default_factory=dict)  # may have any shape
     owners: dict[Path, Path] = field(default_factory=dict)  # of each optimizer, the module with its parameters
     keys: dict[Path, Key] = field(default_factory=dict)  # the name and state of each tensor
     prefixes: dict[Path, str] = field(default_factory=dict)  # of the names of each optimizer's parameters
+
+    def drop(self, path: Path) -> None:
+        """Leave out what is at a path: of a wrapper all that is inside."""
+        wrapper = self.wrapper_of.get(path)
+        inside = [path] if wrapper is None else [p for p in self.wrapper_of if self.wrapper_of[p] == wrapper]
+        for each in inside:
+            for entries in (self.tensors, self.leaves, self.keys, self.wrapper_of):
+                entries.pop(each, None)
+        if wrapper is not None:
+            self.wrappers.pop(wrapper, None)
 
 
 def collect(state: Mapping[str, Any]) -> CollectedState:
@@ -101,8 +120,7 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
 
     Args:
         state: nested mappings (and lists that contain tensors) of tensors, plain values, modules, optimizers of these
-            modules, objects with `state_dict` and `load_state_dict`, and PerRank values. Missing optimizer states are
-            created.
+            modules, objects with `state_dict` and `load_state_dict`, and PerRank values.
 
     Raises:
         UsageError: an optimizer's parameters are not those of one module of the state, or two entries have one name.
@@ -113,13 +131,15 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
     found = CollectedState()
     _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
     taken = {p: t for p, value in found.tensors.items() if (t := _taken(p, value)) is not None}
+    optimized = [(found.owners[root], live.params) for root, live in found.optimizers.items()]
+    hidden = {(*owner, n): tuple(p.size()) for owner, params in optimized for n, p in params.items()}
     naming = name_state(
-        {p: tuple(t.size()) for p, t in found.tensors.items()},
+        hidden | {p: tuple(t.size()) for p, t in found.tensors.items()},  # hooks may hide parameters
         optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups),
         found.owners,
         {root: [name for g in groups for name in g.params] for root, groups in found.groups.items()},
     )
-    found.keys, found.prefixes = naming.keys, naming.prefixes
+    found.keys, found.prefixes = {p: naming.keys[p] for p in found.tensors}, naming.prefixes
     replace_wrappers(found, taken)
     return found
 
@@ -211,13 +231,15 @@ def _mapping(found: CollectedState, path: Path, value: Mapping[Any, Any], module
         return
     groups = value.get(GROUPS)
     if isinstance(groups, list) and groups and all(map(is_group, groups)):
-        found.groups[path] = [OptimizerGroup(tuple(g["params"]), _Options(g)) for g in groups]
+        found.groups[path] = [OptimizerGroup(tuple(g["params"]), GroupOptions(g)) for g in groups]
         group_keys = {GROUPS}
     else:
         group_keys = {k for k in value if isinstance(k, str) and all(split_option(k))}
         if group_keys:
             found.groups[path] = _flattened_groups(value, group_keys)
     found.group_entries |= {(*path, k) for k in group_keys}
+    if (group_keys or isinstance(groups, list)) and isinstance(value, MutableMapping):
+        found.optimizer_dicts[path] = value
     if not value and put is not None:
         found.leaves[path] = ValueSlot({}, put)
     for key, inner in value.items():
@@ -244,7 +266,7 @@ def are_names(params: Any) -> bool:
     return isinstance(params, list | tuple) and all(isinstance(p, str) for p in params)
 
 
-class _Options(dict[str, Any]):
+class GroupOptions(dict[str, Any]):
     """The hyper-parameters of a group in a state dict; an item that is set is also set there."""
 
     def __init__(self, group: MutableMapping[str, Any], without: tuple[str, ...] = ("params",)) -> None:
@@ -355,21 +377,97 @@ def _stateful(found: CollectedState, path: Path, value: Any, modules: Modules) -
 
 
 def _module(found: CollectedState, path: Path, module: torch.nn.Module) -> None:
+    """A module's state dict: what shares memory with the module is filled in place, the rest is loaded at the end."""
     if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
         raise UnsupportedError(
             f"{dotted(path)} is wrapped in FSDP1, whose parameters are flat",
             hint="use fully_shard (FSDP2), or the state dicts of torch.distributed.checkpoint.state_dict",
         )
-    extra: dict[str, Any] = {}
-    for name, value in get_model_state_dict(module).items():
-        if isinstance(value, torch.Tensor):
-            found.tensors[*path, name] = value
-        else:
-            extra[name] = value
-            found.leaves[*path, name] = ValueSlot(value, _setter(extra, name))
-    if extra:
-        options = StateDictOptions(strict=False)
-        found.finish.append(lambda: set_model_state_dict(module, extra, options=options) and None)
+    entries = module.state_dict()
+    memory = _storages([*module.parameters(), *module.buffers()])
+    copies: list[str] = []
+    for key, value in entries.items():
+        where = (*path, _plain_name(module, key))
+        if not isinstance(value, torch.Tensor):
+            found.leaves[where] = ValueSlot(value, _setter(entries, key))
+            copies.append(key)
+            continue
+        found.tensors[where] = value
+        is_extra = key.rpartition(".")[2] == _EXTRA_STATE
+        if is_extra or (value.numel() and not _storages([value]) <= memory):
+            copies.append(key)
+        if is_extra:
+            found.extra_states[where] = _setter(entries, key)
+    if copies:
+        found.finish.append(lambda: _load_copies(dotted(path), module, entries, copies))
+
+
+_EXTRA_STATE = "_extra_state"
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[tuple[torch.device, int]]:
+    """The memory that tensors refer to; a wrapper refers to that of its inner tensors."""
+    out: set[tuple[torch.device, int]] = set()
+    for tensor in map(memory_of, tensors):
+        if is_subclass(tensor):
+            out |= _storages(_inner_tensors(tensor))
+        elif tensor.layout == torch.strided:
+            out.add((tensor.device, tensor.untyped_storage().data_ptr()))
+    return out
+
+
+def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors inside a wrapper; none if it cannot be taken apart, which is an error later."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return [getattr(tensor, name) for name in flatten()[0]] if flatten is not None else []
+
+
+def _plain_name(module: torch.nn.Module, key: str) -> str:
+    """A key of a module's state dict, or the name of a parameter, without the prefixes of wrappers."""
+    parts: list[str] = []
+    inner: Any = module
+    for part in key.split("."):
+        wrapped = part == "module" and isinstance(inner, DistributedDataParallel)
+        if not wrapped and part not in ("_orig_mod", "_checkpoint_wrapped_module"):
+            parts.append(part)
+        inner = getattr(inner, part, None)
+    return ".".join(parts)
+
+
+def _load_copies(label: str, module: torch.nn.Module, entries: dict[str, Any], copies: list[str]) -> None:
+    """Load what was not filled in place as the module does, and check that the module has it then."""
+    extra_only = all(key.rpartition(".")[2] == _EXTRA_STATE for key in copies)
+    loaded = {key: entries[key] for key in copies} if extra_only else entries
+    expected = {key: value for key in copies if isinstance(value := entries[key], torch.Tensor)}
+    kept = {key: [t.clone() for t in _innermost(value)] for key, value in expected.items()}
+    try:
+        module.load_state_dict(loaded, strict=not extra_only)
+    except RuntimeError as error:
+        raise StateMismatch(
+            f"{label}: its load_state_dict does not accept what its state_dict returned: {error}",
+            hint="make the hooks of the module the reverse of each other, or save and load its parameters as tensors",
+        ) from error
+    now = module.state_dict() if kept else {}
+    for key, value in kept.items():
+        again = _innermost(now[key]) if key in now else []
+        if len(again) != len(value) or not all(map(_same_bits, again, value)):
+            raise StateMismatch(
+                f"{label}.{key} is not as it was saved after the module has loaded it: its state_dict makes this value "
+                "from others, and its load_state_dict does not set them back",
+                hint="register a load_state_dict pre-hook that reverses the state_dict hook",
+            )
+
+
+def _innermost(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors of a tensor: itself, or those inside a wrapper."""
+    local = memory_of(tensor).detach()
+    return [t for inner in _inner_tensors(local) for t in _innermost(inner)] if is_subclass(local) else [local]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool(torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b))))
 
 
 def _optimizer(found: CollectedState, path: Path, optimizer: torch.optim.Optimizer, modules: Modules) -> None:
@@ -380,16 +478,50 @@ def _optimizer(found: CollectedState, path: Path, optimizer: torch.optim.Optimiz
             f"the parameters of the optimizer {dotted(path)} are not those of a module of the state",
             hint='pass the model too: {"model": model, "optimizer": optimizer}',
         )
+    _check_optimizer(dotted(path), optimizer, mine)
     found.owners[path], owner = owners[0]
-    named = get_optimizer_state_dict(owner, optimizer)  # creates missing states
+    names = {id(p): _plain_name(owner, name) for name, p in owner.named_parameters()}
     found.groups[path] = []
-    for live, group in zip(optimizer.param_groups, named[GROUPS], strict=True):
-        names = tuple(str(n) for n in group["params"])
-        found.groups[path].append(OptimizerGroup(names, _Options(live, ("params", "param_names"))))
-        for name, param in zip(names, live["params"], strict=True):
-            for key, value in optimizer.state.get(param, {}).items():
-                where = (*path, "state", name, key)
-                if isinstance(value, torch.Tensor):
-                    found.tensors[where] = value
-                else:
-                    found.leaves[where] = ValueSlot(value, _setter(optimizer.state[param], key))
+    params: dict[str, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        named = {names[id(p)]: p for p in group["params"]}
+        found.groups[path].append(OptimizerGroup(tuple(named), GroupOptions(group, ("params", "param_names"))))
+        params |= named
+    found.optimizers[path] = LiveOptimizer(optimizer, params)
+    for name, param in params.items():
+        collect_states(found, (*path, "state", name), optimizer.state.get(param, {}))
+
+
+def _check_optimizer(label: str, optimizer: torch.optim.Optimizer, params: set[int]) -> None:
+    """UnsupportedError if an optimizer has state that belongs to none of its parameters."""
+    kind = type(optimizer).__name__
+    hint = f'save its state dict, {{"{label}": optimizer.state_dict()}}, or what it has beside the states of parameters'
+    odd = [key for key in optimizer.state if id(key) not in params]
+    if odd:
+        what = "a tensor" if isinstance(odd[0], torch.Tensor) else repr(odd[0])
+        raise UnsupportedError(f"{label}: {kind} has a state of {what}, which is none of its parameters", hint=hint)
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        more = [key for key in optimizer.state_dict() if key not in ("state", GROUPS)]
+        if more:
+            raise UnsupportedError(f"{label}: the state dict of {kind} has the entry {more[0]!r}", hint=hint)
+
+
+def collect_states(found: CollectedState, path: Path, states: Mapping[str, Any]) -> None:
+    """Collect the states of one parameter, which an optimizer has or would have."""
+    if states:
+        _walk(found, path, states, [])
+
+
+def collect_made(found: CollectedState, path: Path, name: str, states: Mapping[str, Any]) -> list[Path]:
+    """Add the states that an optimizer would have of a parameter to a state that is collected; returns their paths."""
+    new = CollectedState()
+    collect_states(new, path, states)
+    new.keys = {p: Key(name, dotted(p[len(path) :])) for p in new.tensors}
+    replace_wrappers(new, {p: t for p, value in new.tensors.items() if (t := _taken(p, value)) is not None})
+    found.tensors |= new.tensors
+    found.leaves |= new.leaves
+    found.keys |= new.keys
+    found.wrappers |= new.wrappers
+    found.wrapper_of |= new.wrapper_of
+    found.finish += new.finish
+    return [*new.tensors, *new.leaves]

@@ -1,0 +1,167 @@
+"""Finds the stored tensor for each weight of a state: by its path, and by its name only if nothing else is meant."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from ucformat.geometry.tensor import Key
+from ucformat.sources.dcp.names import MODEL_KEYS, dotted
+from ucformat.torch.loading.match import PARAMETER, Problems
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from ucformat.sources.dcp.names import Path
+    from ucformat.torch.loading.values import SavedState
+    from ucformat.torch.state.collect import CollectedState
+
+__all__ = ["find_tensors", "prefixes_of"]
+
+_SHOWN = 4
+
+#: Under these names wrappers keep the module that they wrap: `AveragedModel` and `DistributedDataParallel`, `compile`.
+_WRAPPERS = ("module", "_orig_mod", "module._orig_mod", "_orig_mod.module", "module.module")
+
+
+def find_tensors(found: CollectedState, recorded: SavedState) -> Problems:
+    """Set the key of each tensor of a state to that of the stored tensor which is meant.
+
+    What the user has renamed to the path or the name of a tensor comes first, then what is stored under its path. If
+    the checkpoint has anything under the path of the tensor's module, only what was saved of that module comes into
+    question, perhaps in a wrapper. Otherwise a weight is found by its name without the path of the module, unless the
+    weights of two modules have these names and shapes.
+
+    Args:
+        found: the state, whose keys are changed.
+        recorded: the state that was saved.
+
+    Returns:
+        the modules that may be one of several.
+    """
+    names = recorded.names
+    renamed = {new for new, stored in names.items() if recorded.unrenamed.get(new) != stored}
+    missed: dict[Path, None] = {}  # the paths of modules
+    for path, key in found.keys.items():
+        text = dotted(path)
+        if text in renamed and key.state == "weight":
+            found.keys[path] = Key(text, "weight")
+        elif (stored := recorded.tensors.get(text)) is not None:
+            found.keys[path] = stored
+        elif key.state == "weight" and key.name not in renamed:
+            missed[module_of(found, path)] = None
+    if not missed:
+        return Problems()
+    search = _Search(found, recorded, renamed)
+    others = [line for module in missed for line in search.find(module)]
+    for path in search.without:
+        found.drop(path)
+    return Problems(missing=tuple(map(str, search.missing)), others=tuple(others))
+
+
+def module_of(found: CollectedState, path: Path) -> Path:
+    """Return the path of the module, or mapping, that has a tensor, perhaps inside a wrapper."""
+    return found.wrapper_of.get(path, path)[:-1]
+
+
+def prefixes_of(texts: Iterable[str]) -> set[str]:
+    """Return all dotted paths below which something lies."""
+    out: set[str] = set()
+    for text in texts:
+        while (text := text.rpartition(".")[0]) and text not in out:
+            out.add(text)
+    return out
+
+
+class _Search:
+    def __init__(self, found: CollectedState, recorded: SavedState, renamed: Collection[str]) -> None:
+        self.found, self.recorded = found, recorded
+        self.missing: list[Key] = []
+        self.without: list[Path] = []  # the weights that nothing stored is meant for, though it has their names
+        #: The stored weight at each path, which is its name if no path is recorded.
+        self.places: dict[str, Key] = dict(recorded.tensors)
+        known = set(recorded.tensors.values())
+        for name, stored in recorded.names.items():
+            if name not in renamed and not any(Key(stored, state) in known for state in PARAMETER):
+                self.places.setdefault(name, Key(name, "weight"))
+        self.firsts = prefixes_of(recorded.tensors)
+        self.by_last: dict[str, list[str]] = defaultdict(list)
+        for text in self.places:
+            self.by_last[text.rpartition(".")[2]].append(text)
+        self.below: dict[Path, list[Path]] = defaultdict(list)  # the weights of the state below each path
+        for path, key in found.keys.items():
+            if key.state in PARAMETER and dotted(path) not in renamed and key.name not in renamed:
+                for i in range(len(path)):
+                    self.below[path[:i]].append(path)
+
+    def find(self, module: Path) -> list[str]:
+        """Find the weights directly below a path; returns what is ambiguous."""
+        keys = self.found.keys
+        weights = [p for p in self.below[module] if module_of(self.found, p) == module]
+        exact = {p: self.places.get(dotted(p)) for p in weights}
+        wrapped = next((w for i in range(1, len(module) + 1) if (w := self._wrapped(module[:i], weights))), {})
+        if not any(exact.values()) and not any(wrapped.values()) and not self._holds(module):
+            keys |= {p: Key(dotted(p), "weight") for p in weights if dotted(p) in self.recorded.names}
+            return self._ambiguous(module, weights)
+        whole = all(exact.values()) or not all(wrapped.values()) or not wrapped
+        chosen = exact if whole and any(exact.values()) else wrapped
+        for path in weights:
+            key = chosen.get(path)
+            if key is not None:
+                keys[path] = key
+            elif keys[path].name in self.recorded.names:
+                self.missing.append(Key(dotted(path), "weight"))
+                self.without.append(path)
+        return []
+
+    def _holds(self, module: Path) -> bool:
+        """Whether the checkpoint records anything under the first key of a path."""
+        return bool(module) and str(module[0]) in self.firsts
+
+    def _wrapped(self, mount: Path, weights: Sequence[Path]) -> dict[Path, Key | None]:
+        """The weights as they were saved if what is at a path was wrapped."""
+        every = self.below[mount]
+        for wrapper in _WRAPPERS:
+            head = f"{dotted(mount)}.{wrapper}."
+            found = {p: self.places.get(head + dotted(p[len(mount) :])) for p in every}
+            if all(found.values()) or (len(every) == len(weights) and any(found.values())):
+                return {p: found[p] for p in weights}
+        return {}
+
+    def _ambiguous(self, module: Path, weights: Sequence[Path]) -> list[str]:
+        """Check that no other module of the checkpoint has the names and shapes of a module that is found by names."""
+        names, keys, tensors = self.recorded.names, self.found.keys, self.found.tensors
+        if not module or module[-1] in MODEL_KEYS or not all(keys[p].name in names for p in weights):
+            return []
+        shapes = {dotted(p[len(module) :]): tuple(tensors[p].size()) for p in weights}
+        stored = {dotted(p[len(module) :]): names[keys[p].name] for p in weights}
+        longest = max(shapes, key=len)
+        heads = [
+            text[: -len(longest)]
+            for text in self.by_last[longest.rpartition(".")[2]]
+            if text == longest or text.endswith(f".{longest}")
+        ]
+        fitting = {head: self._stored(head, shapes) for head in heads}
+        mine = [head for head, of in fitting.items() if of == stored]
+        others = [
+            head
+            for head, of in fitting.items()
+            if of is not None and of != stored and not any(own and head.startswith(own) for own in mine)
+        ]
+        if not others:
+            return []
+        self.without += weights
+        places = " and ".join(f"{head}{longest}" for head in (*mine, *others)[:_SHOWN])
+        return [f"{dotted(module)}: the checkpoint has such weights more than once, as {places}: rename= says which"]
+
+    def _stored(self, head: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str] | None:
+        """The stored names of the weights under a path, by their names there; None if these or the shapes differ."""
+        out: dict[str, str] = {}
+        for name, shape in shapes.items():
+            key = self.places.get(head + name)
+            at = None if key is None else self.recorded.names.get(key.name, key.name)
+            infos = [i for s in PARAMETER if at and (i := self.recorded.ck.tensors.get(Key(at, s))) is not None]
+            if at is None or not infos or infos[0].shape != shape:
+                return None
+            out[name] = at
+        return out

@@ -1,0 +1,445 @@
+"""Makes optimizers ready for the states that a checkpoint has; parameters that were saved without state get none."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from ucformat.errors import UcformatError
+from ucformat.geometry.tensor import Key
+from ucformat.reading.readable import IntKey
+from ucformat.sources.dcp.names import GROUPS, dotted, split_state
+from ucformat.torch.loading.find import prefixes_of
+from ucformat.torch.loading.match import PARAMETER, Problems
+from ucformat.torch.state.collect import GroupOptions, OptimizerGroup, ValueSlot, collect_made
+from ucformat.torch.state.memory import torch_dtype
+from ucformat.torch.state.objects import decode
+from ucformat.torch.state.subclasses import RECORD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from ucformat.schema.manifest import GroupDoc
+    from ucformat.sources.dcp.names import Path
+    from ucformat.torch.loading.values import SavedState
+    from ucformat.torch.state.collect import CollectedState, LiveOptimizer
+
+__all__ = ["place_states"]
+
+_STATE = "state"
+#: Optimizers that make all states when they are constructed, and cannot go on without.
+_EAGER = (torch.optim.Adagrad,)
+
+
+def place_states(found: CollectedState, recorded: SavedState) -> Problems:
+    """Make a state ready for the optimizer states that a checkpoint has.
+
+    Parameters that have states in the checkpoint get a tensor or a slot for each, parameters that have none lose
+    theirs, and parameters that the checkpoint does not know keep what they have. Optimizers and state dicts change
+    when the state is loaded.
+
+    Args:
+        found: the state, to which the tensors and slots are added.
+        recorded: the state that was saved.
+
+    Returns:
+        the states for which no place can be made.
+    """
+    placing = _Placing(found, recorded)
+    for root, live in found.optimizers.items():
+        placing.live(root, live)
+    for root, entries in found.optimizer_dicts.items():
+        placing.entries(root, entries)
+    found.finish[:0] = placing.finish
+    return Problems(others=tuple(placing.others))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The stored states of an optimizer's parameters.
+
+    Attributes:
+        tensors: of each parameter by name: the key of each tensor, by its path below the parameter.
+        values: the paths of values that are not tensors.
+        wrappers: the paths of tensors of other classes, which only the optimizer itself can make.
+        whole: whether the checkpoint records what the program had under the path of the optimizer.
+    """
+
+    tensors: Mapping[str, Mapping[Path, Key]]
+    values: Mapping[str, Sequence[Path]]
+    wrappers: Mapping[str, Collection[Path]]
+    whole: bool
+
+    def kinds(self, name: str) -> dict[Path, bool]:
+        """Whether there is a tensor at each path below a parameter."""
+        return dict.fromkeys(self.values.get(name, ()), False) | dict.fromkeys(self.tensors.get(name, ()), True)
+
+
+class _Placing:
+    def __init__(self, found: CollectedState, recorded: SavedState) -> None:
+        self.found, self.recorded = found, recorded
+        self.finish: list[Callable[[], Any]] = []
+        self.others: list[str] = []
+
+    def live(self, root: Path, live: LiveOptimizer) -> None:
+        """Prepare an optimizer itself."""
+        found, optimizer = self.found, live.optimizer
+        prefix = found.prefixes.get(root, "")
+        stored = self._stored(root, prefix, live.params)
+        group_of = self.recorded.find_group(dotted(root), prefix)
+        fresh = {n: p for n, p in live.params.items() if stored.kinds(n) and not optimizer.state.get(p)}
+        held_paths = self._held(root, live.params)
+        made, failure = _first_states(optimizer, fresh, self._options(root, group_of))
+        if failure is not None and not self._may_restore(root, live, stored, fresh):
+            self.others.append(
+                f"the states of {dotted(root)} ({type(optimizer).__name__}) cannot be made before its first step, and "
+                f"the checkpoint does not tell how: {failure}"
+            )
+            return
+        for name, param in live.params.items():
+            where = (*root, _STATE, name)
+            held = optimizer.state.get(param) or made.get(name) or {}
+            if not stored.kinds(name):
+                if held and group_of(name) is not None and not isinstance(optimizer, _EAGER):
+                    self._forget(held_paths.get(name, ()))
+                    self.finish.append(partial(optimizer.state.pop, param))
+                continue
+            have = held_paths.get(name, [])
+            if name in made:
+                have = collect_made(found, where, prefix + name, held)
+            other = _of_other_structure({p[len(where) :]: p in found.tensors for p in have}, stored.kinds(name))
+            self._forget(path for path in have if path[len(where)] in other)
+            have = [path for path in have if path[len(where)] not in other]
+            anew: dict[Any, Any] = {}
+            self._check_wrappers(where, have, stored.wrappers.get(name, ()))
+            for below, key in _lacking(where, have, stored, name).items():
+                self._add(where, below, key, anew if below[0] in other else held, below, param)
+            if other:
+                self.finish.append(partial(held.update, anew))
+            if name in fresh:
+                self.finish.append(partial(optimizer.state.__setitem__, param, held))
+
+    def entries(self, root: Path, entries: MutableMapping[str, Any]) -> None:
+        """Prepare the state dict of an optimizer."""
+        found = self.found
+        prefix = found.prefixes.get(root, "")
+        groups = found.groups.get(root, ())
+        flattened = any(g.flattened for g in groups)
+        names = dict.fromkeys(name for g in groups for name in g.params)
+        stored = self._stored(root, prefix, names)
+        group_of = self.recorded.find_group(dotted(root), prefix)
+        weights = {key.name: found.tensors[path] for path, key in found.keys.items() if key.state == "weight"}
+        held_paths = self._held(root, names)
+        for name in names:
+            have = held_paths.get(name, ())
+            if not stored.kinds(name):
+                if have and group_of(name) is not None:
+                    self._forget(have)
+                    self.finish.append(partial(_remove, entries, name))
+                continue
+            self._check_wrappers((*root, _STATE, name), have, stored.wrappers.get(name, ()))
+            for below, key in _lacking((*root, _STATE, name), have, stored, name).items():
+                inside: Path = (f"{_STATE}.{name}.{dotted(below)}",) if flattened else (_STATE, name, *below)
+                self._add(root, inside, key, entries, inside, weights.get(prefix + name))
+        if not names and not self._positions(root, entries):
+            self._numbered(root, entries)
+
+    def _positions(self, root: Path, entries: MutableMapping[str, Any]) -> bool:
+        """Prepare a state dict that numbers its parameters, which were saved by name; whether it is one.
+
+        The n-th parameter of a group is the n-th one of the group that was saved.
+        """
+        found = self.found
+        saved = self.recorded.optimizers.get(dotted(root), [])
+        groups = entries.get(GROUPS)
+        if not saved or not isinstance(groups, list) or not all(map(_is_numbered, groups)):
+            return False
+        if [len(g["params"]) for g in groups] != [len(place.names) for _, place in saved]:
+            self.others.append(
+                f"{dotted((*root, GROUPS))}: the groups have other numbers of parameters than those that were saved by "
+                "name; pass the optimizer itself, or its state dict by name (get_optimizer_state_dict)"
+            )
+            return True
+        found.leaves.pop((*root, GROUPS), None)
+        found.groups[root] = [
+            OptimizerGroup(place.names, GroupOptions(g)) for g, (_, place) in zip(groups, saved, strict=True)
+        ]
+        names = [name for _, place in saved for name in place.names]
+        stored = self._stored(root, "", names)
+        weights = {key.name: found.tensors[path] for path, key in found.keys.items() if key.state == "weight"}
+        have = {dotted(p) for p in (*found.tensors, *found.leaves)}
+        for number, name in zip((n for g in groups for n in g["params"]), names, strict=True):
+            for below, key in _lacking((), (), stored, name).items():
+                inside: Path = (_STATE, IntKey(number), *below)
+                if dotted((*root, *inside)) in have:
+                    if key is not None:
+                        found.keys[(*root, *inside)] = key
+                    continue
+                self._add(root, inside, key, entries, inside, None if key is None else weights.get(key.name))
+        return True
+
+    def _numbered(self, root: Path, entries: MutableMapping[str, Any]) -> None:
+        """Prepare a state dict that numbers its parameters: it gets what was saved under its path."""
+        head = _head(root)
+        have = {dotted(p) for p in (*self.found.tensors, *self.found.leaves)}
+        saved = {text: (path, self.recorded.tensors[text]) for text, path in self.recorded.paths.items()}
+        values = {dotted(path): (path, None) for path in self.recorded.value_paths}
+        for text, (path, key) in (saved | values).items():
+            if text.startswith(head) and text not in have:
+                inside = path[len(root) :]
+                inside = (_STATE, IntKey(inside[1]), *inside[2:])
+                self._add(root, inside, key, entries, inside, None)
+
+    def _stored(self, root: Path, prefix: str, names: Collection[str]) -> _Stored:
+        recorded, head = self.recorded, _head(root)
+        tensors: dict[str, dict[Path, Key]] = {}
+        for text, key in recorded.tensors.items():
+            if text.startswith(head) and text.endswith(f".{key.state}"):
+                name = text[len(head) : -len(key.state) - 1]
+                tensors.setdefault(name, {})[_below(recorded.paths[text], root, key.state)] = key
+        whole = bool(tensors) or dotted(root) in recorded.optimizers
+        values: dict[str, list[Path]] = {}
+        wrappers: dict[str, set[Path]] = {}
+        if whole:
+            for path in recorded.value_paths:
+                text = dotted(path)
+                split = split_state(text[len(head) :], names) if text.startswith(head) else None
+                if split is not None and split[0] in names:
+                    below = _below(path, root, split[1])
+                    if RECORD in below:
+                        wrappers.setdefault(split[0], set()).add(below[: below.index(RECORD)])
+                    else:
+                        values.setdefault(split[0], []).append(below)
+        else:
+            for name in names:
+                at = recorded.names.get(prefix + name)
+                states = [] if at is None else [s for s in recorded.ck.states(at) if s not in PARAMETER]
+                if states:
+                    tensors[name] = {(state,): Key(prefix + name, state) for state in states}
+        return _Stored(tensors, values, wrappers, whole)
+
+    def _options(self, root: Path, group_of: Callable[[str], GroupDoc | None]) -> list[dict[str, Any]]:
+        """The hyper-parameters that each group will have."""
+        out = []
+        for group in self.found.groups[root]:
+            options: dict[str, Any] = {}
+            saved = next((g for n in group.params if (g := group_of(n)) is not None), None)
+            for key, value in ({} if saved is None else saved.options).items():
+                if key in group.options:
+                    with suppress(UcformatError):
+                        options[key] = decode(value, group.options[key])
+            out.append(options)
+        return out
+
+    def _may_restore(self, root: Path, live: LiveOptimizer, stored: _Stored, fresh: Iterable[str]) -> bool:
+        """Whether states are complete as they were saved, though the optimizer has not made any.
+
+        States that are not like their parameter may belong to all parameters in their order.
+        """
+        if not stored.whole:
+            return False
+        groups = self.recorded.optimizers.get(dotted(root), [])
+        if [n for _, place in groups for n in place.names] == list(live.params):
+            return True
+        keys = ((key, live.params[name]) for name in fresh for key in stored.tensors.get(name, {}).values())
+        return all(self.recorded.ck.tensors[key].shape == tuple(param.shape) for key, param in keys)
+
+    def _held(self, root: Path, names: Collection[str]) -> dict[str, list[Path]]:
+        """The paths of the states that the program has, by the name of the parameter."""
+        head = _head(root)
+        out: dict[str, list[Path]] = {}
+        for path in (*self.found.tensors, *self.found.leaves):
+            text = dotted(path)
+            split = split_state(text[len(head) :], names) if text.startswith(head) else None
+            if split is not None and split[0] in names:
+                out.setdefault(split[0], []).append(path)
+        return out
+
+    def _check_wrappers(self, where: Path, have: Iterable[Path], wrappers: Iterable[Path]) -> None:
+        """Refuse what only the optimizer could make, and has not."""
+        known = prefixes_of(map(dotted, have)) if wrappers else set()
+        self.others += [
+            f"{text}: the checkpoint has a tensor of another class here, which the program has not made"
+            for text in (dotted((*where, *wrapper)) for wrapper in wrappers)
+            if text not in known
+        ]
+
+    def _add(
+        self,
+        where: Path,
+        below: Path,
+        key: Key | None,
+        holder: Any,
+        inside: Path,
+        param: torch.Tensor | None,
+    ) -> None:
+        """Add a tensor, or without a key a value, which is put into the holder when it is loaded."""
+        found, path = self.found, (*where, *below)
+        if key is None:
+            found.leaves[path] = ValueSlot(None, lambda value: _insert(holder, inside, value))
+            return
+        info = self.recorded.ck.tensors[Key(self.recorded.names.get(key.name, key.name), key.state)]
+        tensor = _empty(
+            info.shape, torch_dtype(info.dtype), param, sharded=self._is_sharded(), step=below[-1] == "step"
+        )
+        if tensor is None:
+            self.others.append(
+                f"{dotted(path)}: the program has no tensor for it, and its shape does not tell how it is sharded"
+            )
+            return
+        found.tensors[path] = tensor
+        found.keys[path] = key
+        self.finish.append(lambda: _insert(holder, inside, tensor))
+
+    def _is_sharded(self) -> bool:
+        return any(isinstance(t, DTensor | ShardedTensor) for t in self.found.tensors.values())
+
+    def _forget(self, paths: Iterable[Path]) -> None:
+        """Take the states of a parameter out of the state."""
+        for path in paths:
+            self.found.drop(path)
+
+
+def _lacking(where: Path, have: Iterable[Path], stored: _Stored, name: str) -> dict[Path, Key | None]:
+    """What the checkpoint has of a parameter's states, and can be made, and the program has nothing in its place."""
+    known = set(map(dotted, have))
+    known |= prefixes_of(known)
+    out: dict[Path, Key | None] = {**stored.tensors.get(name, {}), **dict.fromkeys(stored.values.get(name, ()))}
+    wrappers = stored.wrappers.get(name, ())
+    return {
+        below: key
+        for below, key in out.items()
+        if dotted((*where, *below)) not in known and not any(below[: len(w)] == w for w in wrappers)
+    }
+
+
+def _of_other_structure(have: Mapping[Path, bool], saved: Mapping[Path, bool]) -> set[str | int]:
+    """The states that are made anew: lists of other items than were saved, and values that were tensors.
+
+    Both mappings tell whether what is at a path is a tensor.
+    """
+    out = {path[0] for path, is_tensor in saved.items() if is_tensor and have.get(path) is False}
+    for key in {path[0] for path in saved if any(type(part) is int for part in path)}:
+        one, other = ({path for path in paths if path[0] == key} for paths in (have, saved))
+        if one != other:
+            out.add(key)
+    return out
+
+
+def _is_numbered(group: Any) -> bool:
+    """Whether a group of a state dict numbers its parameters."""
+    params = group.get("params") if isinstance(group, dict) else None
+    return isinstance(params, list) and all(type(p) is int for p in params)
+
+
+def _head(root: Path) -> str:
+    return dotted((*root, _STATE, ""))
+
+
+def _below(path: Path, root: Path, state: str) -> Path:
+    """The part of a path below the name of a parameter, which may be one key."""
+    nested = path[len(root) + 2 :]
+    return nested if dotted(nested) == state else (state,)
+
+
+def _empty(
+    shape: tuple[int, ...], dtype: torch.dtype, param: torch.Tensor | None, *, sharded: bool, step: bool
+) -> torch.Tensor | None:
+    """A tensor for a state: distributed like its parameter if it has its shape; None if that is not known."""
+    if param is None:
+        return None if sharded and shape else torch.empty(shape, dtype=dtype)
+    if isinstance(param, DTensor | ShardedTensor) and shape:
+        return torch.empty_like(param, dtype=dtype) if shape == tuple(param.shape) else None
+    return torch.empty(shape, dtype=dtype, device="cpu" if step and not shape else param.device)
+
+
+def _insert(holder: Any, path: Path, value: Any) -> None:
+    """Put a value into nested dictionaries, and lists where a key is a position."""
+    for key, following in pairwise(path):
+        inner: Any = [] if type(following) is int else {}
+        if isinstance(holder, list):
+            assert isinstance(key, int)  # noqa: S101 - a position
+            holder.extend([None] * (key + 1 - len(holder)))
+            if holder[key] is None:
+                holder[key] = inner
+        holder = holder[_plain(key)] if isinstance(holder, list) else holder.setdefault(_plain(key), inner)
+    last = _plain(path[-1])
+    if isinstance(holder, list):
+        holder.extend([None] * (last + 1 - len(holder)))
+    holder[last] = value
+
+
+def _plain(key: str | int) -> Any:
+    return int(key) if isinstance(key, int | IntKey) else key
+
+
+def _remove(entries: MutableMapping[str, Any], name: str) -> None:
+    """Remove the states of a parameter from a state dict, nested or flattened."""
+    nested = entries.get(_STATE)
+    if isinstance(nested, MutableMapping):
+        nested.pop(name, None)
+    for key in [k for k in entries if isinstance(k, str) and k.startswith(f"{_STATE}.{name}.")]:
+        del entries[key]
+
+
+def _first_states(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor], options: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, dict[Any, Any]], Exception | None]:
+    """The states that an optimizer makes for parameters in its first step, in which no value changes.
+
+    The optimizer and the parameters are afterwards as before.
+
+    Returns:
+        the states by name, and the error of the step, if it fails.
+    """
+    if not params:
+        return {}, None
+    groups = [dict(g) for g in optimizer.param_groups]
+    every = [p for g in groups for p in g["params"]]
+    grads = [p.grad for p in every]
+    values = [p.detach().clone() for p in params.values()]
+    attributes = dict(vars(optimizer))
+    before = dict(optimizer.state)
+    devices = {p.device for p in every if p.device.type not in ("cpu", "meta")}
+    try:
+        with torch.no_grad(), torch.random.fork_rng([d.index for d in devices], device_type=_device_type(devices)):
+            optimizer._optimizer_step_pre_hooks = OrderedDict()  # noqa: SLF001 - restored with the attributes
+            optimizer._optimizer_step_post_hooks = OrderedDict()  # noqa: SLF001
+            for p in every:
+                p.grad = None
+            for p in params.values():
+                p.grad = torch.zeros_like(p)
+            for group, saved in zip(optimizer.param_groups, options, strict=True):
+                group.update(saved)
+                if "lr" in group:
+                    group["lr"] = torch.zeros_like(lr) if isinstance(lr := group["lr"], torch.Tensor) else 0.0
+            optimizer.step()
+        return {n: state for n, p in params.items() if (state := optimizer.state.get(p))}, None
+    except Exception as error:  # noqa: BLE001 - whatever the optimizer does not support
+        return {}, error
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(saved)
+        optimizer.state.clear()
+        optimizer.state.update(before)
+        with torch.no_grad():
+            for p, grad in zip(every, grads, strict=True):
+                p.grad = grad
+            for p, value in zip(params.values(), values, strict=True):
+                p.copy_(value)
+
+
+def _device_type(devices: Iterable[torch.device]) -> str:
+    return next((d.type for d in devices), "cuda")
