@@ -33,8 +33,8 @@ def asked_entries(found: CollectedState, recorded: SavedState) -> tuple[str, ...
         found: the state, with the keys of the stored tensors.
         recorded: the state that was saved.
     """
-    paths = (*found.tensors, *found.leaves, *found.ranks, *found.groups)
-    out = {str(path[0]): None for path in paths if path}
+    nested = (path for path in found.tensors if len(path) > 1)
+    out = {str(path[0]): None for path in (*nested, *found.leaves, *found.ranks, *found.groups) if path}
     for path, key in found.keys.items():
         if dotted(path) in recorded.tensors:
             saved: Sequence[Path] = [recorded.paths[dotted(path)]]
