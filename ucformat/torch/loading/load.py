@@ -382,7 +382,7 @@ def state_dict(
     opened = ck if isinstance(ck, Checkpoint) else open_reference(ck)
     patterns = None if names is None else as_strings(names)
     opened.check_readable(
-        ("weight", "master"), lambda name: patterns is None or any(_fits(name, pattern) for pattern in patterns)
+        ("weight", "master"), lambda name: patterns is None or any(fits(name, pattern) for pattern in patterns)
     )
     wanted = _chosen(_weights(opened, rename), patterns, opened.url)
     matched = {stored: _target(opened, stored, dtype, device) for stored in dict.fromkeys(wanted.values())}
