@@ -120,7 +120,7 @@ class _Placing:
             self._forget(path for path in have if path[len(where)] in other)
             have = [path for path in have if path[len(where)] not in other]
             anew: dict[Any, Any] = {}
-            self._check_wrappers(where, have, stored.wrappers.get(name, ()))
+            self._check_wrappers(where, stored.wrappers.get(name, ()))
             for below, key in _lacking(where, have, stored, name).items():
                 self._add(where, below, key, anew if below[0] in other else held, below, param)
             if other:
@@ -146,7 +146,7 @@ class _Placing:
                     self._forget(have)
                     self.finish.append(partial(_remove, entries, name))
                 continue
-            self._check_wrappers((*root, _STATE, name), have, stored.wrappers.get(name, ()))
+            self._check_wrappers((*root, _STATE, name), stored.wrappers.get(name, ()))
             for below, key in _lacking((*root, _STATE, name), have, stored, name).items():
                 inside: Path = (f"{_STATE}.{name}.{dotted(below)}",) if flattened else (_STATE, name, *below)
                 self._add(root, inside, key, entries, inside, weights.get(prefix + name))
@@ -264,14 +264,15 @@ class _Placing:
                 out.setdefault(split[0], []).append(path)
         return out
 
-    def _check_wrappers(self, where: Path, have: Iterable[Path], wrappers: Iterable[Path]) -> None:
+    def _check_wrappers(self, where: Path, wrappers: Iterable[Path]) -> None:
         """Refuse what only the optimizer could make, and has not."""
-        known = prefixes_of(map(dotted, have)) if wrappers else set()
-        self.others += [
-            f"{text}: the checkpoint has a tensor of another class here, which the program has not made"
-            for text in (dotted((*where, *wrapper)) for wrapper in wrappers)
-            if text not in known
-        ]
+        made = self.found.wrappers
+        for path in ((*where, *wrapper) for wrapper in wrappers):
+            heads = (path[:i] for i in range(len(where) + 1, len(path) + 1))
+            if not any(head in made and path[len(head) :] in made[head][1].records for head in heads):
+                self.others.append(
+                    f"{dotted(path)}: the checkpoint has a tensor of another class here, which the program has not made"
+                )
 
     def _add(
         self,
