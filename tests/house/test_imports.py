@@ -78,7 +78,7 @@ OUTSIDE: dict[str, set[str]] = {
     "jobs": {"numpy", "pydantic"},
     "cli": {"click", "rich", "numpy", "yaml"},
     "settings": {"platformdirs"},
-    "torch": {"accelerate", "deepspeed", "lightning", "numpy", "pydantic", "torch", "transformers"},
+    "torch": {"accelerate", "deepspeed", "lightning", "numpy", "pydantic", "torch", "torchtitan", "transformers"},
     "_version": set(),
     "__init__": set(),
     "__main__": set(),

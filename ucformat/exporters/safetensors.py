@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UnsupportedError, UsageError
+from ucformat.exporters.adapter import adapter_names, is_wrapped
 from ucformat.exporters.base import (
     Exporter,
     ExportOptions,
@@ -40,6 +41,7 @@ __all__ = ["SafetensorsExporter", "SafetensorsOptions", "files_of", "header_of",
 
 _NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 _ENDING = ".safetensors"
+_MODEL = "model"  # the name of the files that loaders look for
 _ALIGN = 8  # bytes: of the header, as the library pads it
 _MAX_HEADER = 100_000_000
 _SHARD_BYTES = 5_000_000_000  # the default of `save_pretrained` since 2023
@@ -55,7 +57,7 @@ class SafetensorsOptions(ExportOptions):
         _SHARD_BYTES, "size", "maximum size of a file, unless a single tensor is larger; 5 GB by default"
     )
     name: str = option(
-        "model", "text", "the name of the files without its ending; with it, of a single file; `model` by default"
+        _MODEL, "text", "the name of the files without its ending; with it, of a single file; `model` by default"
     )
     assets: str | None = option(
         None, "path", "a folder whose config.json, tokenizer and similar files are used, before those of the checkpoint"
@@ -98,11 +100,24 @@ class SafetensorsExporter(Exporter):
             name, most = self.options.name[: -len(_ENDING)], sum(i.nbytes for i in infos)
             files = files_of(infos, source.aliases, name, most, source.metadata.part_of)
             return Target(tuple(files), left_out(source, infos, part=True))
+        if is_wrapped(info.name for info in infos):
+            return self._adapter(source, infos)
         name, most = self.options.name, self.options.max_shard_bytes
         files = files_of(infos, source.aliases, name, most, source.metadata.part_of)
         assets = self._assets(source)
         last = (TargetFile.of(name, data, last=True) for name, data in assets.items())
         return Target((*files, *last), left_out(source, infos, assets=assets, part=True))
+
+    def _adapter(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
+        """The files of the adapter in the checkpoint of a model that PEFT has wrapped, without those of its base."""
+        assets = self._assets(source)
+        named = sorted(adapter_names(source, infos, assets).items(), key=lambda item: -item[1].itemsize)
+        header = header_of(named, {"format": "pt"})
+        name = "adapter_model" if self.options.name == _MODEL else self.options.name
+        file = TargetFile.of(f"{name}{_ENDING}", header, *(Span.whole(info) for _, info in named))
+        beside = {name: data for name, data in assets.items() if name not in ("config.json", "generation_config.json")}
+        last = (TargetFile.of(name, data, last=True) for name, data in beside.items())
+        return Target((file, *last), left_out(source, [info for _, info in named], assets=beside))
 
     def _linked(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> Target:
         """Links to the files of a source that are safetensors files already."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import NotFinished, UcformatError, Uncertain, UsageError
+from ucformat.errors import NotFinished, UcformatError, Uncertain, UnsupportedError, UsageError
+from ucformat.exporters.adapter import is_wrapped
 from ucformat.format.arrays import grid_doc, put_array, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
 from ucformat.format.objects import copy_per_rank, put_objects
@@ -205,6 +206,12 @@ def _check_weights(source: Checkpoint, infos: Sequence[TensorInfo], weights: str
         raise UsageError(f"weights={weights!r} is not supported", hint='"safetensors", or leave it out for arrays')
     if virtual:
         raise UsageError("a virtual checkpoint has no files of its own for weights", hint="leave out one of the two")
+    if is_wrapped(info.name for info in infos):
+        raise UnsupportedError(
+            f"{source.url} is of a model that PEFT has wrapped: its tensors have other names than those that Hugging "
+            "Face's tools load",
+            hint="`ucp export safetensors` writes PEFT's files of the adapter",
+        )
     plan_weights(source, infos, "")  # raises before anything is written
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch.distributed.tensor import DTensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
@@ -23,6 +24,7 @@ import ucformat
 import ucformat.torch as ucf
 from tests.torch.integrations.compare import differences, held
 from tests.torch.leaving import leave
+from ucformat.errors import StateMismatch
 from ucformat.torch.integrations.accelerate import accelerator_state
 from ucformat.torch.integrations.huggingface import SaveCallback, UniversalTrainer
 
@@ -235,15 +237,45 @@ def accelerate_part(folder: Path, sharded: bool) -> dict[str, Any]:
     }
 
 
+def stateful(folder: Path) -> dict[str, Any]:
+    """A stateful data loader of Accelerate, saved by two ranks, is loaded by one that merges their states."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(Texts(), batch_size=2))
+    ranks: list[Any] = []
+
+    def merge(values: list[Any], rank: int, ranks_now: int) -> Any:
+        ranks[:] = [len(values), rank, ranks_now]
+        return values[0]
+
+    if accelerator.num_processes == 2:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        ucf.save(accelerator_state(accelerator), folder / "stateful")
+        return {}
+    try:
+        ucf.load(accelerator_state(accelerator), folder / "stateful")
+        refused = ""
+    except StateMismatch as error:
+        refused = str(error)
+    ucf.load(accelerator_state(accelerator, merge), folder / "stateful")
+    return {"refused": refused, "ranks": ranks, "left": len([*loader])}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        (folder / "merged.json").write_text(json.dumps(stateful(folder)))
+        return
     Accelerator(cpu=True)  # makes the process group
     found = {
         "trainer": the_trainer(folder / "trainer"),
         "callback": the_callback(folder / "callback"),
         "sharded": the_sharded_trainer(folder / "sharded"),
         "accelerate": [accelerate_part(folder, sharded) for sharded in (False, True)],
+        "stateful": stateful(folder),
     }
     (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found, default=str))
     leave()

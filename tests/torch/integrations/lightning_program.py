@@ -64,6 +64,13 @@ class Module(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
 
+class Plain(Module):
+    """The module where there is no trainer."""
+
+    def configure_model(self) -> None:
+        pass
+
+
 class Rows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 24
@@ -108,11 +115,19 @@ def round_trip(folder: Path, make: Any, **more: Any) -> dict[str, Any]:
     again, second = fit(folder, make(), folder / "epoch=1.ckpt", **dict(more))
     again.strategy.remove_checkpoint(folder / "epoch=0.ckpt")
     dist.barrier()
+    best = trainer.checkpoint_callback.best_model_path
+    stock = Plain.load_from_checkpoint(best, dropout=0.0)
+    saved_there = ucformat.open(best)
     return {
         "differences": differences(all_of(again, second), expected),
         "removed": not (folder / "epoch=0.ckpt").exists(),
         "losses": [second.losses, module.losses[len(module.losses) // 2 :]],
         "saved": saved,
+        "stock": [
+            all((t.numpy() == saved_there[n][...]).all() for n, t in stock.state_dict().items()),
+            stock.hparams.dropout,
+            Plain.load_from_checkpoint(Path(best), map_location="cpu", weights_only=True).hparams.dropout,
+        ],
         "cut": [isinstance(p, DTensor) for p in module.parameters()],
     }
 

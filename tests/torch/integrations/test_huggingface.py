@@ -25,6 +25,8 @@ def test_hugging_face(tmp_path: Path) -> None:
     a_model_cut_by_fsdp2_is_resumed(found)
     for sharded in (False, True):
         accelerate(found, sharded)
+    fork(0, [str(PROGRAM), str(tmp_path), "merge"], tmp_path / "merge.txt", MODULES)
+    a_stateful_loader_is_merged_on_another_number_of_ranks(json.loads((tmp_path / "merged.json").read_text()))
 
 
 def a_trainer_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
@@ -59,6 +61,12 @@ def a_trainer_goes_on_from_what_a_callback_saved(found: dict[str, Any]) -> None:
 
 def a_model_cut_by_fsdp2_is_resumed(found: dict[str, Any]) -> None:
     assert found["sharded"] == {"differences": [], "cut": True, "losses": 9}
+
+
+def a_stateful_loader_is_merged_on_another_number_of_ranks(merged: dict[str, Any]) -> None:
+    assert "accelerator_state(accelerator, merge_dataloader=" in merged["refused"]
+    assert merged["ranks"] == [2, 0, 1]
+    assert merged["left"] == 12 - 3
 
 
 def accelerate(found: dict[str, Any], sharded: bool) -> None:

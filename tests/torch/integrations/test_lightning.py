@@ -35,6 +35,7 @@ def a_training_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
     assert len(now) == 6
     assert result["saved"] == [f"epoch={n}.ckpt" for n in range(4)]
     assert result["removed"]
+    assert result["stock"] == [True, 0.0, 0.2]
     assert result["cut"] == [kind == "fsdp"] * 4
 
 

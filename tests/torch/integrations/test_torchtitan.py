@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.torch.running import fork
 
 PROGRAM = Path(__file__).parent / "titan_program.py"
@@ -22,6 +24,9 @@ def test_torchtitan(tmp_path: Path) -> None:
     what_is_loaded(found)
     what_is_saved(found)
     what_is_wrong_is_said(found)
+    if found["configured"] is None:
+        pytest.skip("torchtitan is not installed: pip install torchtitan")
+    a_configuration_of_torchtitan_builds_it(found["configured"])
 
 
 def a_training_goes_on_bit_for_bit(found: dict[str, Any], where: str) -> None:
@@ -49,6 +54,19 @@ def what_is_saved(found: dict[str, Any]) -> None:
         ["dataloader", "rng"],
     ]
     assert found["cut"]
+
+
+def a_configuration_of_torchtitan_builds_it(found: dict[str, Any]) -> None:
+    assert found["differences"] == []
+    assert found["losses"]
+    assert found["kept"] == ["step-00000006", "step-00000007"]
+    assert found["folder"] == ["step-00000007"]
+    assert found["run"] == "titan"
+    assert found["off"] == [False, False, False]
+    assert [text.partition("=")[0] for text in found["wrong"]] == [
+        "checkpoint.last_save_in_hf",
+        "checkpoint.export_dtype",
+    ]
 
 
 def what_is_wrong_is_said(found: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["accelerator_state"]
 
 
-def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
+def accelerator_state(accelerator: Accelerator, merge_dataloader: Any = None) -> dict[str, Any]:
     """Return what `accelerator.save_state` saves, as a training state for `save`, `async_save` and `load`.
 
     These are the prepared models, optimizers and schedulers, data loaders with a state, objects registered for
@@ -23,6 +23,7 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
 
     Args:
         accelerator: after `prepare`.
+        merge_dataloader: `merge` of `PerRank` for the data loaders, with which another number of ranks loads them.
 
     Raises:
         UnsupportedError: the state is that of DeepSpeed or Megatron-LM.
@@ -36,12 +37,16 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
         "model": list(accelerator._models),  # noqa: SLF001 - there is no public list of prepared objects
         "optimizer": [unwrapped(o) for o in accelerator._optimizers],  # noqa: SLF001
         "scheduler": list(accelerator._schedulers),  # noqa: SLF001
-        "dataloader": [PerRank(d) for d in loaders],
+        "dataloader": [_Loader(d, merge_dataloader) for d in loaders],
         "object": list(accelerator._custom_objects),  # noqa: SLF001
     }
     state = {name if len(all_) == 1 else f"{name}_{i}": x for name, all_ in parts.items() for i, x in enumerate(all_)}
     state |= {"accelerator": _Step(accelerator), "rng": Rng()}
     return state if accelerator.scaler is None else {**state, "scaler": accelerator.scaler}
+
+
+class _Loader(PerRank):
+    call = "accelerator_state(accelerator, merge_dataloader"
 
 
 class _Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,7 @@ from ucformat.torch.saving.save import save
 from ucformat.torch.state.objects import Rng, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from transformers import TrainerState, TrainingArguments
 
@@ -66,11 +67,12 @@ class SaveCallback(TrainerCallback):
         if state.is_world_process_zero:
             parts[_STATE] = asdict(state)
         url = f"{self.url}/step-{state.global_step}"
-        options = {**_description(args, state, live["model"]), **self.options}
-        if self.background:
-            self.handle = async_save(parts, url, **options)
-        else:
-            save(parts, url, **options)
+        with _files_of(live.get("processing_class"), args) as assets:
+            options = {**_description(args, state, live["model"]), "assets": assets, **self.options}
+            if self.background:
+                self.handle = async_save(parts, url, **options)
+            else:
+                save(parts, url, **options)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Wait for the last save."""
@@ -144,9 +146,10 @@ class UniversalTrainer(Trainer):
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run = Path(self._get_output_dir(trial=trial))
-        url, best = run / f"checkpoint-{self.state.global_step}", self.state.best_global_step
-        if best:
-            self.state.best_model_checkpoint = str(run / f"checkpoint-{best}")
+        url = run / f"checkpoint-{self.state.global_step}"
+        best = run / f"checkpoint-{self.state.best_global_step}"
+        if best == url or (best / MANIFEST).exists():  # else it is in the folder of the run that was resumed
+            self.state.best_model_checkpoint = str(best)
         state = self._live()
         if self.args.process_index == 0:
             self.state.stateful_callbacks = self._callback_states()
@@ -154,11 +157,14 @@ class UniversalTrainer(Trainer):
         if self.args.save_only_model and not self.is_distributed_loading_by_transformers:
             state = {"model": state["model"], **{k: v for k, v in state.items() if k == _STATE}}
         options = {"overwrite": True, "lineage": self._lineage, **_description(self.args, self.state, self.model)}
-        options |= self.save_options
-        if self.save_in_background:
-            self._handle = async_save(state, url, **options)
-        else:
-            save(state, url, **options)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        with _files_of(tokenizer, self.args) as assets:
+            options |= {"assets": assets, **self.save_options}
+            if self.save_in_background:
+                self._handle = async_save(state, url, **options)
+            else:
+                save(state, url, **options)
+        if not self.save_in_background:
             self._rotate(run)
 
     def _settle(self) -> None:
@@ -197,6 +203,17 @@ class UniversalTrainer(Trainer):
 
 def _training(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": unwrapped(optimizer), "scheduler": scheduler, "rng": Rng()}
+
+
+@contextmanager
+def _files_of(tokenizer: Any, args: TrainingArguments) -> Iterator[str | None]:
+    """A folder with the files of a tokenizer or processor, for the rank that stores them."""
+    if not hasattr(tokenizer, "save_pretrained") or args.process_index != 0:
+        yield None
+        return
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        yield folder
 
 
 def _description(args: TrainingArguments, state: TrainerState, model: Any) -> dict[str, Any]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.core import saving
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from ucformat.errors import NotACheckpoint, UnsupportedError, UsageError
+from ucformat.errors import NotACheckpoint, UcformatError, UnsafeError, UnsupportedError, UsageError
+from ucformat.format.commit import MANIFEST
 from ucformat.format.structure import read_manifest
 from ucformat.jobs.removal import remove
 from ucformat.references import open_reference
 from ucformat.sources.configuration import program_config
+from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_group
 from ucformat.torch.loading.load import load, load_local
@@ -41,6 +46,7 @@ __all__ = ["UniversalCheckpointIO", "UniversalDDPStrategy", "UniversalModelParal
 _REST = "lightning"  # the object with everything except tensors of the model and of optimizers
 _HYPER = ("hyper_parameters", "datamodule_hyper_parameters")
 _TENSORS = ("state_dict", "optimizer_states")
+_OF_TRAINING = ("callbacks", "loops", "optimizer_states", "lr_schedulers")
 
 
 class _Universal:
@@ -225,8 +231,7 @@ class UniversalCheckpointIO(CheckpointIO):
             )
         tensors, report = _read(ck, torch.device(map_location or "cpu"), optimizers=bool(numbered))
         self._lineage = (report.lineage,)
-        weights = {name: tensors[name, "weight"] for name in ck.names() if (name, "weight") in tensors}
-        rest["state_dict"] = weights | {a: weights[n] for a, n in ck.aliases.items() if n in weights}
+        rest["state_dict"] = _state_dict(ck, tensors)
         for state in numbered:
             for name, number in _numbers(state).items():
                 found = {s: t for (n, s), t in tensors.items() if n == ck.aliases.get(name, name) and s != "weight"}
@@ -285,6 +290,45 @@ def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> _Read:
     }
     wanted = [local_of(name, state, t) for (name, state), t in tensors.items()]
     return tensors, load_local(wanted, ck, group=single_process_group(), stateful=optimizers)
+
+
+def _state_dict(ck: Checkpoint, tensors: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state dict of the module, with all names of tied tensors."""
+    weights = {name: tensors[name, "weight"] for name in ck.names() if (name, "weight") in tensors}
+    return weights | {a: weights[n] for a, n in ck.aliases.items() if n in weights}
+
+
+def _is_universal(path: Any) -> bool:
+    if not isinstance(path, str | PathLike) or Path(path).is_file():
+        return False
+    try:
+        return exists(open_store(path), MANIFEST)
+    except UcformatError:
+        return False
+
+
+def _load_for_inference(path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
+    """What `load_from_checkpoint` loads: of a universal checkpoint all but the state of the training."""
+    if not _is_universal(path):
+        return _stock_load(path, map_location, weights_only)
+    ck = open_reference(str(path))
+    if _REST not in ck.objects:
+        raise UsageError(f"{ck.url} was not saved by Lightning", hint="load it with ucformat.torch.load")
+    kept = {k: v for k, v in ck.objects[_REST].items() if k not in _OF_TRAINING}
+    try:
+        rest = dict(decode(kept, trust=weights_only is False))
+    except UnsafeError as error:
+        raise UnsafeError(
+            error.message, hint="weights_only=False, if you trust the author of the checkpoint"
+        ) from error
+    device = torch.device("cpu" if callable(map_location) or map_location is None else map_location)
+    tensors, _ = _read(ck, device, optimizers=False)
+    return {**rest, "state_dict": _state_dict(ck, tensors)}
+
+
+#: Lightning reads a checkpoint for `load_from_checkpoint` as a file, and has no place for another way.
+_stock_load = saving.pl_load
+saving.pl_load = _load_for_inference
 
 
 def _remove(url: str) -> None:

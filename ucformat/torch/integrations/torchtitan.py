@@ -85,7 +85,7 @@ class CheckpointManager:
             stateful = hasattr(lr_schedulers, "state_dict")
             self.states[_SCHEDULER] = lr_schedulers if stateful else _Alike(_listed(lr_schedulers))
         if dataloader is not None:
-            self.states[_DATALOADER] = PerRank(dataloader, merge_dataloader)
+            self.states[_DATALOADER] = _Loader(dataloader, merge_dataloader)
         if unknown := set(exclude_from_loading) - self.states.keys():
             known = ", ".join(self.states)
             raise UsageError(f"the state has no {', '.join(sorted(unknown))}", hint=f"there are {known}")
@@ -165,6 +165,10 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the save in the background."""
         self._manager.close()
+
+
+class _Loader(PerRank):
+    call = "CheckpointManager(…, merge_dataloader"
 
 
 def _listed(values: Any) -> list[Any]:

@@ -337,7 +337,7 @@ def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
     kind = type(wanted.value).__name__
     return (
         f"{dotted(path)} ({kind}) has a value of each of {saved} ranks, and is loaded by {now}: pass "
-        "PerRank(value, merge=function of all values, the rank and the number of ranks), or leave it out of the state "
+        f"{wanted.call}=function of all values, the rank and the number of ranks), or leave it out of the state "
         "and read ckpt.per_rank"
     )
 

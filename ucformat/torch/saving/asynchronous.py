@@ -182,7 +182,7 @@ def async_save(
     with group_for_call(group, timeout, "async_save", url) as ranks:
         with ranks.sharing_errors():
             options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
-            beside = {} if ranks.rank else assets_of(state if form == "safetensors" else {}, assets)
+            beside = {} if ranks.rank else assets_of(state, assets, form)
             metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside, launch)
             held = local_state(state)
             options.check(held)

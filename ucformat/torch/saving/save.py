@@ -273,8 +273,8 @@ def save(
             without communication, which can be opened alike, and which `ucp materialize` converts to arrays;
             `safetensors` writes the weights to files that Hugging Face's tools load (`Checkpoint.hf_url`), each rank
             its own parts, and everything else as arrays.
-        assets: a folder whose `config.json`, tokenizer and similar files are stored, too; in the safetensors form
-            beside the weights, where the `config.json` of a model of transformers in the state is by default.
+        assets: a folder whose `config.json`, tokenizer and similar files are stored, too. The `config.json` of a model
+            of transformers in the state, or the `adapter_config.json` of PEFT's, is stored by default.
         overwrite: replace an existing checkpoint, which stays intact until the new one is committed.
         lineage: the checkpoints that this one was derived from.
         after: the greatest commit count of the run's checkpoints, 0 if there are none; `Manager` passes it. This
@@ -306,7 +306,7 @@ def save(
             held = local_state(state)
             options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
             options.check(held)
-            beside = {} if ranks.rank else assets_of(state if form == "safetensors" else {}, assets)
+            beside = {} if ranks.rank else assets_of(state, assets, form)
             metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside, launch)
         return save_in_group(held, options, metadata, ranks)
 

@@ -53,6 +53,8 @@ class PerRank:
             of ranks that load.
     """
 
+    call = "PerRank(value, merge"  #: the beginning of the call that takes `merge`, for errors
+
     def __init__(self, value: Any, merge: Callable[[list[Any], int, int], Any] | None = None) -> None:
         self.value, self.merge = value, merge
 
