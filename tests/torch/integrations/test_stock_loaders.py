@@ -122,7 +122,7 @@ def test_a_model_of_a_trainer_is_loaded_from_pretrained(tmp_path: Path, form: st
 
 
 def test_a_trainer_resumed_in_another_folder_loads_the_best_of_either(tmp_path: Path) -> None:
-    best = {
+    best: dict[str, Any] = {
         "eval_strategy": "steps",
         "eval_steps": 2,
         "load_best_model_at_end": True,
