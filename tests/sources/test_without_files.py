@@ -123,6 +123,24 @@ def test_latest_without_its_folder(tmp_path: Path) -> None:
     assert f"for weights alone open {place}/model.safetensors" in hint(error)
 
 
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("megatron/tp2-dp2-flat/sharded", "."),
+        ("bytecheckpoint/fsdp/ckpt", "global_step_2"),
+        ("dcp/titan/ckpt", "."),
+        ("huggingface/trainer_fsdp/ckpt", "."),
+    ],
+)
+def test_metadata_of_dcp_that_is_gone(tmp_path: Path, name: str, place: str) -> None:
+    folder = copied(tmp_path, name)
+    for file in list(folder.rglob(".metadata")):
+        file.unlink()
+    with pytest.raises(MissingData, match=r"\.metadata") as error:
+        ucformat.open(folder / place)
+    assert "its name begins with a dot" in hint(error)
+
+
 class TestPointersOfGitLfs:
     def test_every_format(self, tmp_path: Path) -> None:
         shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]

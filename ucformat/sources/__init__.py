@@ -13,7 +13,7 @@ from ucformat.sources.dcp import Dcp
 from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.sources.huggingface import HuggingFace
 from ucformat.sources.megatron import Megatron
-from ucformat.sources.model_files import check_downloaded
+from ucformat.sources.model_files import check_described, check_downloaded
 from ucformat.sources.orbax import Orbax
 from ucformat.sources.parts import marked, part_by_names, refusal
 from ucformat.sources.safetensors import Safetensors
@@ -77,6 +77,7 @@ def open_source(
                 raise
             return _checked(chosen, opened, store.url)
     check_downloaded(store)
+    check_described(store)
     return None
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FileSet",
+    "check_described",
     "check_downloaded",
     "check_index",
     "check_shards",
@@ -130,6 +131,26 @@ def file_assets(store: Store, key: str) -> tuple[str, ...]:
         key: the key of the file.
     """
     return (_ADAPTER,) if key.startswith("adapter_model.") and exists(store, _ADAPTER) else ()
+
+
+def check_described(store: Store) -> None:
+    """Check that no folder has files of DCP's ranks without the file that describes them.
+
+    Args:
+        store: a store whose root is a folder that no source recognises.
+
+    Raises:
+        MissingData: one has.
+    """
+    keys = root_files(store)
+    folders = sorted({key.rpartition("/")[0] for key in keys if key.endswith(".distcp")})
+    for folder in folders:
+        if (f"{folder}/.metadata" if folder else ".metadata") not in keys:
+            where = f"{store.url}/{folder}" if folder else store.url
+            raise MissingData(
+                f"{where} has files of ranks, and no .metadata, which describes them",
+                hint="the save did not finish, or the file was not copied: its name begins with a dot",
+            )
 
 
 def read_json(store: Store, key: str) -> Any:

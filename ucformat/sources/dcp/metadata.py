@@ -30,7 +30,7 @@ from ucformat.sources.dcp.folder import METADATA, Files
 from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
 from ucformat.sources.pickle.stand_ins import Dtype, Inert, OpaqueFile, StoredTensor
 from ucformat.sources.pickle.unpickler import unpickle
-from ucformat.storage.base import ByteRange, check_key
+from ucformat.storage.base import ByteRange, check_key, exists
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
@@ -92,10 +92,16 @@ def read_metadata(store: Store, key: str = METADATA, *, allow: tuple[str, ...] =
         allow: further packages whose classes become inert stand-ins.
 
     Raises:
+        MissingData: there is no such file.
         IntegrityError: the file is damaged.
         UnsafeError: the file contains classes of packages that are not allowed.
         UnsupportedError: the file has more than 2 GiB, or items that cannot be read in place.
     """
+    if not exists(store, key):
+        raise MissingData(
+            f"{store.url}/{key} is missing, which describes the files of all ranks",
+            hint="the save did not finish, or the file was not copied: its name begins with a dot",
+        )
     size = store.info(key).size
     if size > _MAX_METADATA:
         raise UnsupportedError(f"{key} has {size:,} bytes, more than {_MAX_METADATA:,}")
