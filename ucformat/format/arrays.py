@@ -13,6 +13,7 @@ from ucformat.format.chunking import CHUNK_BYTES, SHARD_BYTES, Grid
 from ucformat.format.digest import bytes_digest, tensor_digest
 from ucformat.geometry.tensor import Key
 from ucformat.schema import ITEMSIZE, ZARR_DTYPES
+from ucformat.schema.limits import MAX_ARRAY_DIMS, MAX_SHARDS
 from ucformat.schema.manifest import FileDoc, GridDoc
 from ucformat.schema.tensors import TensorDoc, quoted
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = [
-    "MAX_DIMS",
-    "MAX_SHARDS",
     "Array",
     "array_doc",
     "array_folders",
@@ -208,13 +207,6 @@ class Array:
     path: str
 
 
-#: The most dims of an array: TensorStore opens no array with more.
-MAX_DIMS = 32
-
-#: The most shards of an array: readers refuse a manifest with more before they access any file.
-MAX_SHARDS = 10_000_000
-
-
 def lay_out(
     infos: Sequence[TensorInfo],
     folder: str,
@@ -239,9 +231,9 @@ def lay_out(
             shards.
     """
     for info in infos:
-        if len(info.shape) > MAX_DIMS:
+        if len(info.shape) > MAX_ARRAY_DIMS:
             raise UnsupportedError(
-                f"{info.name} ({info.state}) has {len(info.shape)} dims; an array has at most {MAX_DIMS}",
+                f"{info.name} ({info.state}) has {len(info.shape)} dims; an array has at most {MAX_ARRAY_DIMS}",
                 hint="reshape the tensor before saving it, or keep it in a packed or virtual checkpoint",
             )
     found = array_folders(i.key for i in infos) if folders is None else folders

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UnsafeError, UnsupportedError
 from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import ATTEMPT, MANIFEST, AttemptDoc
+from ucformat.schema.values import encoded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -246,7 +247,7 @@ def record_bytes(doc: AttemptDoc) -> bytes:
     Args:
         doc: the record.
     """
-    return doc.model_dump_json(indent=1).encode()
+    return encoded(doc)
 
 
 def being_removed(store: Store, attempt: str) -> Conflict:

@@ -34,8 +34,8 @@ from ucformat.format.attempts import (
     record_key,
     refuse_others,
 )
-from ucformat.format.digest import document_digest, own_digest
-from ucformat.format.structure import find_manifest, manifest_bytes, read_manifest
+from ucformat.format.digest import document_digest
+from ucformat.format.structure import checked_manifest, find_manifest, read_manifest
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.schema.manifest import MANIFEST, Manifest
 from ucformat.storage.base import content_version
@@ -190,14 +190,14 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
         The committed manifest: this one, or an equal one that another writer of the attempt committed first.
 
     Raises:
+        UsageError: the manifest exceeds a limit of the format, so that no reader would open it.
         Conflict: another checkpoint was committed there in the meantime, and this attempt's files were removed; or this
             attempt or a checkpoint that was committed there is being removed; or the one to replace is protected now.
         Uncertain: the storage did not answer, so the checkpoint may be committed; the attempt's files stay.
     """
+    data, manifest = checked_manifest(manifest, data)
     store.flush()
     store.sweep()
-    data = data or manifest_bytes(manifest)
-    manifest = manifest.model_copy(update={"digest": own_digest(data)})
     _refuse_tombstone(store)  # of a checkpoint that was committed and deleted since this attempt began
     if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
         mark_replacing(store, attempt.id)

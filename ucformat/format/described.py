@@ -20,7 +20,7 @@ from ucformat.errors import LayoutError
 from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import FileRun
-from ucformat.schema.manifest import MAX_RANKS
+from ucformat.schema.limits import MAX_RANKS, MAX_SPAN, MAX_TILES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -46,8 +46,6 @@ ALIGNMENT = 64
 
 _FEWEST = 8  # boxes along a dim for which runs are looked for
 _MAX_WORK = 1 << 25  # coordinates of all meshes, each counted for every group of rows: bounds the memory of a reader
-_MAX_TILES = 1 << 20  # of the box of one rank
-_MAX_NBYTES = 1 << 60  # of all tensors: offsets fit in 64 bits
 
 
 def packed_file(folder: str, rank: int) -> str:
@@ -202,7 +200,7 @@ class Described:
             writers = np.array([r.writer for r in rows], np.int64)
             work += rows[0].distribution.mesh.size
             nbytes += sum(map(self._most_bytes, rows)) if flat else self._most_bytes(rows[0]) * len(rows)
-            if work > _MAX_WORK or nbytes > _MAX_NBYTES:
+            if work > _MAX_WORK or nbytes > MAX_SPAN:
                 raise LayoutError("the described tensors are too many, or too large")
             if kind in seen or (self._flat_groups and not flat):
                 raise LayoutError("the described tensors are not in the order of files")
@@ -217,10 +215,10 @@ class Described:
         info, d = self.infos[row.tensor], row.distribution
         if len(row.tile) != len(info.shape) or min(row.tile, default=1) < 1:
             raise LayoutError(f"{info.key} of the shape {info.shape} has tiles of the shape {row.tile}")
-        if info.nbytes > _MAX_NBYTES or d.mesh.size > MAX_RANKS or not d.fits(info.shape):
+        if info.nbytes > MAX_SPAN or d.mesh.size > MAX_RANKS or not d.fits(info.shape):
             raise LayoutError(f"{info.key} of the shape {info.shape} cannot be distributed as it is described")
         longest = (int(np.diff(b).max(initial=0)) for b in d.bounds(info.shape))
-        if math.prod((n + t - 2) // t + 1 for n, t in zip(longest, row.tile, strict=True) if n) > _MAX_TILES:
+        if math.prod((n + t - 2) // t + 1 for n, t in zip(longest, row.tile, strict=True) if n) > MAX_TILES:
             raise LayoutError(f"{info.key} of the shape {info.shape} has too many tiles of the shape {row.tile}")
         return info.nbytes * (1 + CHECKSUM_BYTES) + ALIGNMENT * d.mesh.size
 

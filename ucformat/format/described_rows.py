@@ -14,7 +14,7 @@ from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.format.stored_tensors import StoredTensors
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import DescribedDoc, DistributionDoc, MeshDoc
-from ucformat.schema.manifest import MAX_RANKS
+from ucformat.schema.limits import MAX_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,11 +14,12 @@ from ucformat.errors import CoverageError
 from ucformat.format.chunking import CHECKSUM_BYTES
 from ucformat.format.described import packed_file
 from ucformat.format.sidecar import NO_BLOCK, block_of
-from ucformat.format.structure import MAX_EDGE, MOUNT, Problem, manifest_problems
+from ucformat.format.structure import MOUNT, Problem, manifest_problems
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
 from ucformat.reading.execute import place_checksum
 from ucformat.schema import ITEMSIZE
+from ucformat.schema.limits import MAX_EDGE, MAX_SPAN
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["blocks_of", "consistency_problems", "coverage_problem", "extent_problems", "is_whole"]
 
-_MAX_OFFSET = 1 << 60  # bytes: the sum of two fits in 64 bits
 _BATCH = 1 << 20  # extents that are checked at once
 
 
@@ -148,8 +148,8 @@ def _impossible(
     has = block != NO_BLOCK
     tiled = of(c.tile[dims] > 0)
     size_about = np.exp2(np.bincount(owner, np.log2(np.maximum(shape, 1)), len(ndims)))
-    huge = (span > _MAX_OFFSET) | (offset > _MAX_OFFSET) | (has & ((block > _MAX_OFFSET) | (nbytes > _MAX_OFFSET)))
-    huge |= tiled & (size_about * items > _MAX_OFFSET)
+    huge = (span > MAX_SPAN) | (offset > MAX_SPAN) | (has & ((block > MAX_SPAN) | (nbytes > MAX_SPAN)))
+    huge |= tiled & (size_about * items > MAX_SPAN)
     yield "an extent has an impossible offset", huge & ~empty & ~beyond
     good = ~(huge | empty | beyond)
     exact = np.zeros(len(ndims), np.int64)

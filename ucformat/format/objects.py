@@ -18,8 +18,9 @@ import numpy as np
 from ucformat.errors import IntegrityError
 from ucformat.format.arrays import put_file
 from ucformat.format.universal import json_object
+from ucformat.schema.limits import MAX_OBJECT_DEPTH, check_json
 from ucformat.schema.manifest import RangesDoc
-from ucformat.schema.values import dumps
+from ucformat.schema.values import dumps, unwritable
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def put_objects(store: Store, folder: str, objects: Mapping[str, Any]) -> FileDo
     Returns:
         The file's entry in the manifest.
     """
-    return put_file(store, f"{folder}/objects.json", dumps(dict(objects), indent=1).encode())
+    return put_file(store, f"{folder}/objects.json", _checked(objects, indent=1))
 
 
 def encode_range(values: Mapping[str, Any]) -> bytes:
@@ -52,7 +53,22 @@ def encode_range(values: Mapping[str, Any]) -> bytes:
     Args:
         values: in JSON form, by name.
     """
-    return _sealed(dumps(dict(values)).encode())
+    return _sealed(_checked(values))
+
+
+def _checked(values: Mapping[str, Any], indent: int | None = None) -> bytes:
+    """The JSON of values, after the checks of a reader.
+
+    Raises:
+        UsageError: a value exceeds the limits of the format.
+    """
+    check_json(values, "an object", MAX_OBJECT_DEPTH)
+    data = dumps(dict(values), indent).encode()
+    try:
+        json_object(data, "it")
+    except IntegrityError as error:
+        raise unwritable("a file of objects", error.message) from error
+    return data
 
 
 def put_ranges(store: Store, folder: str, first: int, ranges: Sequence[bytes]) -> RangesDoc:

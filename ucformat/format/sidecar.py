@@ -23,6 +23,7 @@ from ucformat.format.described_rows import COLUMNS, DESCRIBED_TILE, decode_rows,
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.schema.documents import DescribedDoc
+from ucformat.schema.limits import MAX_TILES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,7 +50,6 @@ _TILE = "tile"  # likewise, if any extent is tiled
 _STEPS = {"tensor", "file", "offset", "block_offset"}  # columns that grow from row to row, packed as differences
 
 _MAX_ROWS = 1 << 27  # rows of a column: bounds the memory of a reader
-_MAX_TILES = 1 << 20  # tiles of one extent, likewise
 _INFLATION = 1032  # the most bytes that one byte of a deflate stream can produce
 _LEVEL = 6
 
@@ -395,6 +395,6 @@ def _check(c: Columns, ndims: Column, files: int, where: str) -> None:
     if tiled.any():
         wrong |= tiled & (_any(c.tile == 0, c.tensor, ndims) | (c.block_offset != NO_BLOCK))
         wrong[tiled] |= c.strides[ends[tiled] - 1] == 0
-        wrong |= tiled & ~wrong & (_tile_counts(c, ndims) > _MAX_TILES)
+        wrong |= tiled & ~wrong & (_tile_counts(c, ndims) > MAX_TILES)
     if wrong.any():
         raise IntegrityError(f"{where}: an extent of tensor {c.tensor[wrong.argmax()]} is impossible")

@@ -15,13 +15,13 @@ from pydantic import BaseModel, ValidationError
 
 from ucformat._version import __version__
 from ucformat.errors import Inconsistent, IntegrityError, NotACheckpoint, NotFound, UcformatError, UpgradeNeeded
-from ucformat.format.arrays import MAX_DIMS, MAX_SHARDS
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import own_digest, with_own_digest
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import is_tombstone
+from ucformat.schema.limits import MAX_ARRAY_DIMS, MAX_DEPTH, MAX_DIMS, MAX_EDGE, MAX_SHARDS, check_json
 from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
-from ucformat.schema.values import loads
+from ucformat.schema.values import loads, unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = [
-    "MAX_EDGE",
     "MOUNT",
     "Problem",
+    "checked_manifest",
     "find_manifest",
     "manifest_bytes",
     "manifest_problems",
@@ -46,10 +46,6 @@ __all__ = [
 #: Prefix of the keys of files that are in other checkpoints.
 MOUNT = "roots/"
 
-#: The longest edge of a tensor for which offsets fit in 64 bits.
-MAX_EDGE = 1 << 62
-
-_MAX_DIMS = 64  # torch's own limit
 _NAMED = 5  # problems that an error names
 _RANGE_BYTES = 22  # of the values of a rank, at least: `{}`, its checksum, and its entry in the index
 
@@ -198,6 +194,27 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     return with_own_digest(b'%s,\n "tensors": %s\n}' % (facts[:-2], manifest.tensors.as_json()))
 
 
+def checked_manifest(manifest: Manifest, data: bytes | None = None) -> tuple[bytes, Manifest]:
+    """The file of a manifest, and the manifest as every reader gets it: what none would open must replace nothing.
+
+    Args:
+        manifest: the manifest.
+        data: its file (default: as `manifest_bytes` makes it).
+
+    Raises:
+        UsageError: a value in it exceeds the limits of the format.
+    """
+    try:
+        if data is None:
+            check_json(manifest.model_dump(exclude={"tensors"}), "it", MAX_DEPTH + 3)
+            data = manifest_bytes(manifest)
+        parsed = parse_manifest(data, "it")
+        refuse("it", manifest_problems(parsed))
+    except (UcformatError, ValueError, RecursionError) as error:
+        raise unwritable("the manifest", error.message if isinstance(error, UcformatError) else error) from error
+    return data, parsed
+
+
 def find_manifest(store: Store, absent: type[UcformatError] = NotACheckpoint) -> Manifest | None:
     """The manifest of the checkpoint that is committed in a place; None if there is none.
 
@@ -267,12 +284,12 @@ def _table_problems(table: TensorTable, *, has_sidecar: bool) -> Iterator[Proble
 def _kind(kind: KindDoc, *, has_sidecar: bool) -> str | None:
     """What is wrong with all tensors of a kind; None if nothing is."""
     shape, chunk, shard = kind.shape, kind.chunk, kind.shard
-    if len(shape) > _MAX_DIMS or max(shape, default=0) > MAX_EDGE:
+    if len(shape) > MAX_DIMS or max(shape, default=0) > MAX_EDGE:
         return "the manifest gives it an invalid shape"
     if kind.path is None:
         return None if has_sidecar else "the manifest gives it no path, and there is no sidecar"
-    if len(shape) > MAX_DIMS:
-        return f"the manifest gives it an array of {len(shape)} dims; it may have {MAX_DIMS}"
+    if len(shape) > MAX_ARRAY_DIMS:
+        return f"the manifest gives it an array of {len(shape)} dims; it may have {MAX_ARRAY_DIMS}"
     if chunk is None or shard is None or not len(shape) == len(chunk) == len(shard):
         return "the manifest gives it an invalid chunk grid"
     if shard != chunk and any(s % c for s, c in zip(shard, chunk, strict=True)):

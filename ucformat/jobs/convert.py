@@ -32,6 +32,7 @@ from ucformat.jobs.weights import WeightsJob, plan_weights
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
+from ucformat.schema.limits import check_json
 from ucformat.schema.manifest import Manifest, VerifiedDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.settings import allowed_roots
@@ -121,6 +122,7 @@ def convert(
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
+    check_json({"run": run, "config": with_config({}, config), "metrics": dict(metrics or {})}, "the checkpoint")
     how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     infos = _chosen(source, None if states is None else as_strings(states))
     _check_virtual(how, virtual=virtual, checksums=checksums, unprotected=unprotected)
@@ -153,7 +155,7 @@ def convert(
         if placed is not None:  # little work is lost, and the source's files are no longer needed
             give_up(store, attempt)
         raise
-    return Checkpoint(Universal(store, allowed_roots, done.as_read()))
+    return Checkpoint(Universal(store, allowed_roots, done))
 
 
 def _warn_of_unread(source: Checkpoint) -> None:

@@ -21,6 +21,7 @@ from ucformat.format.attempts import KINDS, replacing_attempts
 from ucformat.format.mounted import is_below
 from ucformat.format.structure import read_manifest
 from ucformat.schema.documents import NEEDED_BY, TOMBSTONE, NeededByDoc
+from ucformat.schema.values import encoded
 from ucformat.settings import allowed_roots, load_settings
 from ucformat.storage.base import exists
 from ucformat.storage.concurrency import map_io
@@ -106,7 +107,7 @@ def need(homes: Sequence[Home], checkpoint: str, url: str, *, unprotected: bool 
         store = open_store(place)
         try:
             with store.create(_key(checkpoint)) as out:
-                out.write(doc.model_dump_json(indent=1).encode())
+                out.write(encoded(doc))
             store.flush()
         except UcformatError as error:
             if not unprotected:

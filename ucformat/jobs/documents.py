@@ -30,6 +30,7 @@ from ucformat.format.structure import find_manifest
 from ucformat.jobs.dependents import dependents_at
 from ucformat.jobs.listing import check_removed, is_empty
 from ucformat.schema.documents import CATALOG_DOCUMENT, CatalogDoc
+from ucformat.schema.values import encoded
 from ucformat.settings import load_settings
 from ucformat.storage.url import open_store
 
@@ -120,7 +121,7 @@ def copy_document(src: Store, dst: Store, checkpoint: str) -> None:
             return
         there, version = _versioned(dst)
         if there is None or there.id != checkpoint:
-            _put(dst, doc.model_dump_json(indent=1).encode(), version)
+            _put(dst, encoded(doc), version)
     except UcformatError as error:
         _log.warning("the catalog's document was not copied to %s: %s", dst.url, error.message)
 
@@ -181,7 +182,7 @@ def _write(catalog: Catalog, serial: int, url: str) -> int:
                 _refuse_replacing(store, doc)
                 return there.revision
         try:
-            _put(store, doc.model_dump_json(indent=1).encode(), version)
+            _put(store, encoded(doc), version)
         except Conflict:
             continue
         _refuse_replacing(store, doc)

@@ -13,6 +13,7 @@ from ucformat.jobs.export_claim import CLAIM, FOLDER, Claim, read_claim
 from ucformat.reading.readable import TRACKERS
 from ucformat.schema.documents import CATALOG_DOCUMENT
 from ucformat.schema.manifest import MANIFEST
+from ucformat.schema.values import encoded
 from ucformat.storage.base import check_key, exists
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _put_claim(job: ExportJob, *, overwrite: bool) -> Claim:
             return claim
         raise
     claim = Claim(attempt=job.attempt, files=tuple(f.key for f in job.target.files), removes=tuple(removes))
-    data = claim.model_dump_json(indent=1).encode()
+    data = encoded(claim)
     try:
         if other is None:
             store.put_if_absent(job.claim, data)

@@ -28,6 +28,7 @@ from ucformat.jobs.removal import bury, orphaned_document, read_tombstone, remov
 from ucformat.jobs.run import naming_place
 from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import AttemptDoc
+from ucformat.schema.values import encoded
 from ucformat.storage.base import exists
 from ucformat.storage.url import as_strings, open_store
 
@@ -355,7 +356,7 @@ def _condemn(store: Store, attempt: str, before: datetime, grace: timedelta) -> 
     key = record_key(attempt)
     marked = found.doc.model_copy(update={"removed": make_stamp().now})
     try:
-        version = store.replace(key, marked.model_dump_json(indent=1).encode(), found.version)
+        version = store.replace(key, encoded(marked), found.version)
         now = store.info(key).modified
         young = now is not None and found.written is not None and now - found.written < grace.total_seconds()
         manifest = find_manifest(store)

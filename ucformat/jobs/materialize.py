@@ -93,7 +93,7 @@ def materialize(
     done = commit(store, attempt, manifest.model_copy(update=new))
     if recorded:
         discard_finished(store, attempt.id)
-    return Checkpoint(Universal(store, manifest=done.as_read()))
+    return Checkpoint(Universal(store, manifest=done))
 
 
 def is_packed(ck: Checkpoint) -> bool:
@@ -136,7 +136,7 @@ def _in_place(source: Checkpoint, how: How) -> Checkpoint:
         return _overtaken(store, attempt, find_manifest(store, UcformatError), before)
     if recorded:
         discard_finished(store, attempt.id)
-    return Checkpoint(Universal(store, manifest=done.as_read()))
+    return Checkpoint(Universal(store, manifest=done))
 
 
 def _overtaken(store: Store, attempt: Attempt, now: Manifest | None, before: Manifest) -> Checkpoint:

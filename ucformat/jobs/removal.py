@@ -33,6 +33,7 @@ from ucformat.jobs.dependents import dependents_at, forget_dependents
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.listing import check_removed
 from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE, TombstoneDoc, is_tombstone
+from ucformat.schema.values import encoded
 
 if TYPE_CHECKING:
     from ucformat.schema.documents import CatalogDoc
@@ -146,7 +147,7 @@ def _put(store: Store, tombstone: TombstoneDoc) -> tuple[TombstoneDoc, str]:
 
 
 def _dump(tombstone: TombstoneDoc) -> bytes:
-    return tombstone.model_dump_json(indent=1).encode()
+    return encoded(tombstone)
 
 
 def _take_manifest(store: Store, tombstone: TombstoneDoc, version: str) -> bool:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ucformat.schema.limits import MAX_INTEGER, MAX_RANKS, MOST_COMMITS
 from ucformat.schema.tensors import Digest, Size, StatePath, TensorTable  # noqa: TC001 - pydantic reads them
 from ucformat.schema.values import Finite, Instant, Number, Time, Values  # noqa: TC001 - pydantic reads them
 
@@ -37,13 +38,8 @@ MANIFEST = "manifest.json"
 #: The names of attempts, as a regular expression: no folder that somebody else made is called so by chance.
 ATTEMPT = "[0-9a-f]{20}"
 
-#: The greatest count of commits: every database and every JSON reader is exact up to it.
-MOST_COMMITS = 2**53 - 1
-
-#: The most ranks that save one checkpoint.
-MAX_RANKS = 1 << 20
-
-Edge = Annotated[int, Field(ge=1)]
+Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
+Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Commits = Annotated[int, Field(ge=1, le=MOST_COMMITS)]
 
 
@@ -189,7 +185,7 @@ class Manifest(_Document):
     created: Time
     producer: dict[str, str] = {}
     run: str | None = None
-    step: int | None = None
+    step: Integer | None = None
     commits: Commits | None = None
     launch: LaunchDoc | None = None
     metrics: dict[str, Number] = {}

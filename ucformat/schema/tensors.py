@@ -19,14 +19,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 from pydantic_core import to_json
 
 from ucformat.schema import ITEMSIZE
+from ucformat.schema.limits import MAX_INTEGER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["Digest", "KindDoc", "Size", "StatePath", "TensorDoc", "TensorTable", "quoted"]
 
-Size = Annotated[int, Field(ge=0)]
-Edge = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|xxh3:[0-9a-f]{32})$")]
 Folder = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~%/-]+$")]
 DType = Annotated[str, Field(json_schema_extra={"enum": list(ITEMSIZE)})]

@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, UnsupportedError, UpgradeNeeded
 from ucformat.reading.readable import json_key
 from ucformat.schema import ITEMSIZE
+from ucformat.schema.limits import MAX_BITS
 from ucformat.sources.pickle.allowed import dtype_text
 from ucformat.sources.pickle.stand_ins import (
     Dtype,
@@ -88,7 +89,6 @@ _MAX_NODES = 5_000_000
 _MAX_SHARED = 100_000  # items of repeated containers: a few lists that share others expand to any number of items
 _MAX_BYTES = 1 << 30  # of all bytes and tensors together
 _MAX_PATH = 4096  # characters of a path
-_MAX_BITS = 1 << 13  # bits of an integer: Python's JSON parser stops at 4300 digits
 
 
 def to_json(
@@ -134,7 +134,7 @@ class _Encoder:
         self.nodes += 1
         if depth > _MAX_DEPTH or self.nodes > _MAX_NODES:
             raise _too_large(path)
-        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
             raise _too_large(path)
         if value is None or isinstance(value, str | bool | int):
             return value

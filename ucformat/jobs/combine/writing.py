@@ -132,4 +132,4 @@ class Planned:
         done = commit(store, attempt, made.model_copy(update=new))
         if recorded:
             discard_finished(store, attempt.id)
-        return Checkpoint(Universal(store, allowed_roots, done.as_read()))
+        return Checkpoint(Universal(store, allowed_roots, done))

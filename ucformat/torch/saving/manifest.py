@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
+from ucformat.errors import UsageError
 from ucformat.format.arrays import array_doc, grid_doc, put_file
 from ucformat.format.commit import new_id
 from ucformat.format.digest import bytes_digest
@@ -23,8 +24,8 @@ from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.jobs.weight_files import put_assets
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import PART_OF, Place, path_to_json
+from ucformat.schema.limits import MAX_DEPTH, MAX_INTEGER, MOST_COMMITS, check_json
 from ucformat.schema.manifest import (
-    MOST_COMMITS,
     GroupDoc,
     LaunchDoc,
     LineageDoc,
@@ -114,6 +115,10 @@ class SaveMetadata:
             assets: files to store, by name.
             launch: that of the training.
         """
+        about = {"run": run, "config": dict(config or {}), "metrics": dict(metrics or {})}
+        check_json(about, "the checkpoint", MAX_DEPTH + 1)
+        if step is not None and abs(step) > MAX_INTEGER:
+            raise UsageError(f"step={step} is beyond the limit of {MAX_INTEGER:,}", hint="give the number of a step")
         held = dict(assets or {})
         return cls(step, run, dict(metrics or {}), dict(config or {}), tuple(lineage), after, held, launch)
 

@@ -1,0 +1,102 @@
+"""The limits of a checkpoint and of its documents (docs/spec.md, "Limits"): writers keep them, and readers check them.
+
+`check_json` is for the values of documents that come from users; it runs when a document is written and when it is
+read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ucformat.errors import UsageError
+
+__all__ = [
+    "MAX_ARRAY_DIMS",
+    "MAX_BITS",
+    "MAX_DEPTH",
+    "MAX_DIMS",
+    "MAX_EDGE",
+    "MAX_INTEGER",
+    "MAX_OBJECT_DEPTH",
+    "MAX_RANKS",
+    "MAX_SHARDS",
+    "MAX_SPAN",
+    "MAX_TILES",
+    "MOST_COMMITS",
+    "check_json",
+]
+
+#: The levels of objects and arrays in a value of a document. pydantic's parser has 201 for all of the document.
+MAX_DEPTH = 192
+#: The levels in the files of objects, in which a value of the program may have three levels for one of its own.
+MAX_OBJECT_DEPTH = 640
+
+MAX_INTEGER = 1 << 62  # of an integer whose meaning this format defines
+MAX_BITS = 1 << 13  # of an integer in a value: Python's JSON parser stops at 4300 digits
+
+MAX_EDGE = 1 << 62  # of a tensor: offsets fit into 64 bits
+MAX_DIMS = 64  # of a tensor: torch's own limit
+MAX_ARRAY_DIMS = 32  # of an array: TensorStore opens none with more
+MAX_SHARDS = 10_000_000  # of an array: readers refuse a manifest with more before they access any file
+MAX_SPAN = 1 << 60  # of offsets and sizes in files
+MAX_TILES = 1 << 20  # of an extent
+
+MAX_RANKS = 1 << 20  # that save one checkpoint
+MOST_COMMITS = 2**53 - 1  # every database and every JSON reader is exact up to it
+
+
+def check_json(value: Any, label: str, depth: int = MAX_DEPTH) -> None:
+    """Check that JSON values keep the limits of documents.
+
+    Args:
+        value: of dictionaries, lists, tuples and scalars.
+        label: names the value in the error.
+        depth: the most levels of objects and arrays.
+
+    Raises:
+        UsageError: it is nested too deeply or contains itself, an integer is too large, two keys are the same as
+            text, or a text is not Unicode.
+    """
+    waiting: list[tuple[Any, int, tuple[Any, ...]]] = [(value, 0, ())]
+    while waiting:
+        item, level, path = waiting.pop()
+        if isinstance(item, str):
+            _check_text(item, label, path)
+        elif isinstance(item, dict):
+            if len(set(map(str, item))) < len(item):
+                raise _error(label, path, "has two keys that are the same text in JSON", "make all keys text")
+            for key, inner in item.items():
+                if type(key) not in (str, int):
+                    raise _error(label, path, f"has the key {ascii(key)[:100]}", "JSON has only text as keys")
+                _check_text(str(key), label, path)
+                waiting.append((inner, level + 1, (path, key)))
+        elif isinstance(item, list | tuple):
+            waiting += [(inner, level + 1, (path, number)) for number, inner in enumerate(item)]
+        elif isinstance(item, int) and item.bit_length() > MAX_BITS:
+            raise _error(
+                label, path, f"is an integer of {item.bit_length():,} bits", f"at most {MAX_BITS:,} are stored"
+            )
+        if level > depth:
+            raise _error(label, path, f"is nested deeper than {depth} levels", "flatten it, or store it as a file")
+
+
+def _check_text(text: str, label: str, path: tuple[Any, ...]) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        reason = f"is or has the text {text[:100]!a}, which is not Unicode"
+        raise _error(label, path, reason, "decode it by another encoding, or store bytes") from None
+
+
+def _error(label: str, path: tuple[Any, ...], reason: str, hint: str) -> UsageError:
+    parts: list[str] = []
+    while path and len(parts) < _MAX_NAMED:
+        path, part = path
+        parts.append(ascii(part)[:100].strip("'"))
+    where = ".".join(reversed(parts))
+    return UsageError(f"{label}{f' ({where})' if where else ''} {reason}", hint=hint)
+
+
+_MAX_NAMED = 8  # of the innermost keys that an error names
