@@ -16,9 +16,9 @@ import ucformat.torch
 from tests.fakes import FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UcformatError, UsageError
+from ucformat.format.encoding import encoded
 from ucformat.schema.documents import CatalogDoc, MetricDoc
 from ucformat.schema.limits import MAX_BITS, MAX_DEPTH, MAX_INTEGER, check_json
-from ucformat.schema.values import encoded
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def test_documents_of_the_catalog_are_parsed_again(run: str, key: str) -> None:
 def test_what_passes_the_check_is_the_same_in_json(value: Any) -> None:
     try:
         check_json(value, "it")
-    except UsageError:
+    except ValueError:
         return
     json.dumps(value).encode().decode()
     assert json.loads(json.dumps(value, ensure_ascii=False).encode()) == value or "nan" in repr(value)

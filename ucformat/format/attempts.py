@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ValidationError
 
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UnsafeError, UnsupportedError
+from ucformat.format.encoding import encoded
 from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import ATTEMPT, MANIFEST, AttemptDoc
-from ucformat.schema.values import encoded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -17,10 +17,11 @@ import numpy as np
 
 from ucformat.errors import IntegrityError
 from ucformat.format.arrays import put_file
+from ucformat.format.encoding import check_values, unwritable
 from ucformat.format.universal import json_object
-from ucformat.schema.limits import MAX_OBJECT_DEPTH, check_json
+from ucformat.schema.limits import MAX_OBJECT_DEPTH
 from ucformat.schema.manifest import RangesDoc
-from ucformat.schema.values import dumps, unwritable
+from ucformat.schema.values import dumps
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _checked(values: Mapping[str, Any], indent: int | None = None) -> bytes:
     Raises:
         UsageError: a value exceeds the limits of the format.
     """
-    check_json(values, "an object", MAX_OBJECT_DEPTH)
+    check_values(values, "an object", MAX_OBJECT_DEPTH)
     data = dumps(dict(values), indent).encode()
     try:
         json_object(data, "it")

@@ -17,11 +17,12 @@ from ucformat._version import __version__
 from ucformat.errors import Inconsistent, IntegrityError, NotACheckpoint, NotFound, UcformatError, UpgradeNeeded
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import own_digest, with_own_digest
+from ucformat.format.encoding import unwritable
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import is_tombstone
 from ucformat.schema.limits import MAX_ARRAY_DIMS, MAX_DEPTH, MAX_DIMS, MAX_EDGE, MAX_SHARDS, check_json
 from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
-from ucformat.schema.values import loads, unwritable
+from ucformat.schema.values import loads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

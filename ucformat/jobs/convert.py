@@ -17,6 +17,7 @@ from ucformat.errors import NotFinished, UcformatError, Uncertain, UnsupportedEr
 from ucformat.exporters.adapter import is_wrapped
 from ucformat.format.arrays import grid_doc, put_array, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
+from ucformat.format.encoding import check_values
 from ucformat.format.objects import copy_per_rank, put_objects
 from ucformat.format.universal import Universal, group_docs, paths_of
 from ucformat.geometry.tensor import Key
@@ -32,7 +33,6 @@ from ucformat.jobs.weights import WeightsJob, plan_weights
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
-from ucformat.schema.limits import check_json
 from ucformat.schema.manifest import Manifest, VerifiedDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.settings import allowed_roots
@@ -122,7 +122,7 @@ def convert(
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = open_store(dst) if isinstance(dst, str | PathLike) else dst
-    check_json({"run": run, "config": with_config({}, config), "metrics": dict(metrics or {})}, "the checkpoint")
+    check_values({"run": run, "config": with_config({}, config), "metrics": dict(metrics or {})}, "the checkpoint")
     how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     infos = _chosen(source, None if states is None else as_strings(states))
     _check_virtual(how, virtual=virtual, checksums=checksums, unprotected=unprotected)

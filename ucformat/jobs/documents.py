@@ -26,11 +26,11 @@ from ucformat.errors import (
 )
 from ucformat.format.attempts import TRIES, contended, replacing_attempts
 from ucformat.format.commit import settle
+from ucformat.format.encoding import encoded
 from ucformat.format.structure import find_manifest
 from ucformat.jobs.dependents import dependents_at
 from ucformat.jobs.listing import check_removed, is_empty
 from ucformat.schema.documents import CATALOG_DOCUMENT, CatalogDoc
-from ucformat.schema.values import encoded
 from ucformat.settings import load_settings
 from ucformat.storage.url import open_store
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from ucformat.catalog.refs import same_url
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, UcformatError
+from ucformat.format.encoding import encoded
 from ucformat.jobs.documents import protections_of
 from ucformat.jobs.export_claim import CLAIM, FOLDER, Claim, read_claim
 from ucformat.reading.readable import TRACKERS
 from ucformat.schema.documents import CATALOG_DOCUMENT
 from ucformat.schema.manifest import MANIFEST
-from ucformat.schema.values import encoded
 from ucformat.storage.base import check_key, exists
 
 if TYPE_CHECKING:

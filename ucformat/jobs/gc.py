@@ -21,6 +21,7 @@ from ucformat.catalog.stamp import GRACE, make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
 from ucformat.format.attempts import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others
 from ucformat.format.commit import MANIFEST, abandon
+from ucformat.format.encoding import encoded
 from ucformat.format.structure import find_manifest
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.listing import check_listed, check_removed, is_empty
@@ -28,7 +29,6 @@ from ucformat.jobs.removal import bury, orphaned_document, read_tombstone, remov
 from ucformat.jobs.run import naming_place
 from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import AttemptDoc
-from ucformat.schema.values import encoded
 from ucformat.storage.base import exists
 from ucformat.storage.url import as_strings, open_store
 

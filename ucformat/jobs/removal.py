@@ -28,12 +28,12 @@ from ucformat.errors import (
 )
 from ucformat.format.attempts import TRIES, contended, refuse_others
 from ucformat.format.commit import MANIFEST, abandon
+from ucformat.format.encoding import encoded
 from ucformat.format.structure import find_manifest, read_manifest
 from ucformat.jobs.dependents import dependents_at, forget_dependents
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.listing import check_removed
 from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE, TombstoneDoc, is_tombstone
-from ucformat.schema.values import encoded
 
 if TYPE_CHECKING:
     from ucformat.schema.documents import CatalogDoc

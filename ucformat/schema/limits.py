@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ucformat.errors import UsageError
-
 __all__ = [
     "MAX_ARRAY_DIMS",
     "MAX_BITS",
@@ -54,7 +52,7 @@ def check_json(value: Any, label: str, depth: int = MAX_DEPTH) -> None:
         depth: the most levels of objects and arrays.
 
     Raises:
-        UsageError: it is nested too deeply or contains itself, an integer is too large, two keys are the same as
+        ValueError: it is nested too deeply or contains itself, an integer is too large, two keys are the same as
             text, or a text is not Unicode.
     """
     waiting: list[tuple[Any, int, tuple[Any, ...]]] = [(value, 0, ())]
@@ -90,13 +88,13 @@ def _check_text(text: str, label: str, path: tuple[Any, ...]) -> None:
         raise _error(label, path, reason, "decode it by another encoding, or store bytes") from None
 
 
-def _error(label: str, path: tuple[Any, ...], reason: str, hint: str) -> UsageError:
+def _error(label: str, path: tuple[Any, ...], reason: str, advice: str) -> ValueError:
     parts: list[str] = []
     while path and len(parts) < _MAX_NAMED:
         path, part = path
         parts.append(ascii(part)[:100].strip("'"))
     where = ".".join(reversed(parts))
-    return UsageError(f"{label}{f' ({where})' if where else ''} {reason}", hint=hint)
+    return ValueError(f"{label}{f' ({where})' if where else ''} {reason}: {advice}")
 
 
 _MAX_NAMED = 8  # of the innermost keys that an error names

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import math
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
-from ucformat.errors import UsageError
 from ucformat.schema.limits import check_json
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-__all__ = ["Finite", "Instant", "Number", "Time", "Values", "dumps", "encoded", "finite", "loads", "unwritable"]
+__all__ = ["Finite", "Instant", "Number", "Time", "Values", "dumps", "finite", "loads"]
 
 _WORDS = ("nan", "inf", "-inf")
 
@@ -59,38 +55,6 @@ def loads(text: str | bytes) -> Any:
     return json.loads(text, parse_constant=_refuse)
 
 
-def encoded(document: BaseModel) -> bytes:
-    """The file of a document, after it was parsed again: what no reader would accept must replace nothing.
-
-    Args:
-        document: the document.
-
-    Raises:
-        UsageError: a text, number or time in it cannot be stored.
-    """
-    try:
-        data = document.model_dump_json(indent=1).encode()
-        same = type(document).model_validate_json(data) == document
-    except (ValueError, RecursionError) as error:
-        raise unwritable(type(document).__name__, error) from None
-    if not same:
-        raise unwritable(type(document).__name__, "what was written differs from what is read")
-    return data
-
-
-def unwritable(document: str, reason: object) -> UsageError:
-    """The error for a document that no reader would accept.
-
-    Args:
-        document: what it is.
-        reason: why not.
-    """
-    return UsageError(
-        f"{document} would exceed the limits of the format, so nothing was replaced: {str(reason)[:300]}",
-        hint="docs/spec.md (Limits) lists them: of nesting, integers and text; change the value that the message names",
-    )
-
-
 def _refuse(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
 
@@ -132,7 +96,7 @@ def _within_limits(value: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: one is exceeded.
     """
-    check_json(value, "a value")  # whose error is a ValueError, too
+    check_json(value, "a value")
     return value
 
 

@@ -16,6 +16,7 @@ from ucformat.format.arrays import array_doc, grid_doc, put_file
 from ucformat.format.commit import new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.distribution import Distribution, RankMesh
+from ucformat.format.encoding import check_values
 from ucformat.format.objects import put_objects
 from ucformat.format.sidecar import encode_columns
 from ucformat.format.structure import per_rank_problems, refuse
@@ -24,7 +25,7 @@ from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.jobs.weight_files import put_assets
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import PART_OF, Place, path_to_json
-from ucformat.schema.limits import MAX_DEPTH, MAX_INTEGER, MOST_COMMITS, check_json
+from ucformat.schema.limits import MAX_DEPTH, MAX_INTEGER, MOST_COMMITS
 from ucformat.schema.manifest import (
     GroupDoc,
     LaunchDoc,
@@ -116,7 +117,7 @@ class SaveMetadata:
             launch: that of the training.
         """
         about = {"run": run, "config": dict(config or {}), "metrics": dict(metrics or {})}
-        check_json(about, "the checkpoint", MAX_DEPTH + 1)
+        check_values(about, "the checkpoint", MAX_DEPTH + 1)
         if step is not None and abs(step) > MAX_INTEGER:
             raise UsageError(f"step={step} is beyond the limit of {MAX_INTEGER:,}", hint="give the number of a step")
         held = dict(assets or {})
