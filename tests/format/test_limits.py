@@ -6,6 +6,7 @@ import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,8 +18,12 @@ from tests.fakes import FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UcformatError, UsageError
 from ucformat.format.encoding import encoded
+from ucformat.format.extents import extent_problems
+from ucformat.format.sidecar import Columns, Sidecar
 from ucformat.schema.documents import CatalogDoc, MetricDoc
 from ucformat.schema.limits import MAX_BITS, MAX_DEPTH, MAX_INTEGER, check_json
+from ucformat.schema.manifest import Manifest, SidecarDoc
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -131,3 +136,39 @@ def test_what_passes_the_check_is_the_same_in_json(value: Any) -> None:
         return
     json.dumps(value).encode().decode()
     assert json.loads(json.dumps(value, ensure_ascii=False).encode()) == value or "nan" in repr(value)
+
+
+def with_columns(count: int, block: tuple[int, int], tensors: int) -> tuple[Any, Any]:
+    """A manifest of tensors of a byte each, and a sidecar whose extents have blocks that grow from a small one on."""
+    table = TensorTable.of(TensorDoc(f"t{n}", "weight", "uint8", (count,)) for n in range(tensors))
+    rows = range(count * tensors)
+    lists = {
+        "tensor": [n // count for n in rows],
+        "file": [0 for _ in rows],
+        "offset": [n % count for n in rows],
+        "block_offset": [block[0] for _ in rows],
+        "block_nbytes": [block[1] + n % count for n in rows],
+        "crc32c": [0 for _ in rows],
+        "start": [n % count for n in rows],
+        "shape": [1 for _ in rows],
+        "strides": [1 for _ in rows],
+    }
+    columns = Columns(**{name: np.array(values, np.int64) for name, values in lists.items()})
+    doc = SidecarDoc(path="data/x/extents.safetensors", nbytes=1, digest="sha256:" + "0" * 64)
+    manifest = Manifest(id="x", attempt="0" * 20, created=datetime.now(UTC), tensors=table, sidecar=doc)
+    return manifest, Sidecar(columns, (f"data/{'0' * 20}/rank0.bin",), np.ones(tensors, np.int64), None)
+
+
+def test_blocks_that_overlap_are_refused_before_anything_is_read() -> None:
+    manifest, sidecar = with_columns(8, (0, 64), 1)
+    assert "rank0.bin overlap" in next(extent_problems(manifest, sidecar)).reason
+    for count in (2, 1):
+        manifest, sidecar = with_columns(1, (0, 1 << 20), count)
+        assert not list(extent_problems(manifest, sidecar))
+
+
+def test_one_block_of_many_tensors_is_bounded_by_the_file() -> None:
+    manifest, sidecar = with_columns(1, (0, 4 << 20), 60)
+    assert not list(extent_problems(manifest, sidecar))
+    manifest, sidecar = with_columns(1, (0, 4 << 20), 65)
+    assert "of far more bytes than it has" in next(extent_problems(manifest, sidecar)).reason

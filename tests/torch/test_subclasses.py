@@ -428,7 +428,7 @@ def trees(draw: st.DrawFn, depth: int = 0) -> Tree:
     inner = draw(st.dictionaries(_NAMES, part, max_size=3))
     plain = [n for n, p in inner.items() if isinstance(p, Leaf) and 0 not in p.shape]
     twice = plain[: draw(st.integers(0, 1))]
-    same = {"again": name for name in twice}
+    same = {"again": twice[0]} if twice else {}
     return Tree(tuple(inner.items()), tuple(same.items()), draw(_CONTEXTS))
 
 

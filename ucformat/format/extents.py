@@ -101,16 +101,20 @@ def extent_problems(manifest: Manifest, sidecar: Sidecar) -> Iterator[Problem]:
     )
     c = sidecar.columns
     ends = np.cumsum(ndims[c.tensor])
+    stops = np.zeros(len(c), np.int64)  # of blocks and tiles
     wrong: dict[int, str] = {}
     for begin in range(0, len(c), _BATCH):
         rows = slice(begin, min(begin + _BATCH, len(c)))
         n = ndims[c.tensor[rows]]
         dims = slice(int(ends[rows.start] - n[0]), int(ends[rows.stop - 1]))
         at = np.arange(dims.start, dims.stop) - np.repeat(ends[rows] - n - first[c.tensor[rows]], n)
-        for reason, bad in _impossible(c, rows, dims, n, edges[at], items, sizes):
+        for reason, bad in _impossible(c, rows, dims, n, edges[at], items, sizes, stops[rows]):
             for row in (np.flatnonzero(bad) + begin).tolist():
                 box = "[" + ", ".join(_interval(c, d) for d in range(ends[row] - ndims[c.tensor[row]], ends[row])) + "]"
                 wrong.setdefault(int(c.tensor[row]), f"{reason.format(file=sidecar.files[c.file[row]][:200])}: {box}")
+    if not wrong:
+        for row, reason in _repeated(sidecar, stops):
+            wrong.setdefault(int(c.tensor[row]), reason.format(file=sidecar.files[c.file[row]][:200]))
     for number, reason in sorted(wrong.items()):
         tensor = manifest.tensors[number]
         yield Problem(doc.path, reason, tensor.name, tensor.state)
@@ -128,8 +132,12 @@ def _impossible(
     edges: NDArray[np.int64],
     items: NDArray[np.int64],
     sizes: NDArray[np.int64],
+    stops: NDArray[np.int64],
 ) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """For each kind of fault, the extents of these rows that have it; no number here exceeds 64 bits."""
+    """For each kind of fault, the extents of these rows that have it; no number here exceeds 64 bits.
+
+    Fills `stops` with the end of each block, or of all tiles of an extent.
+    """
     owner = np.repeat(np.arange(len(ndims)), ndims)
     start, shape, strides = c.start[dims], c.shape[dims], c.strides[dims]
 
@@ -170,9 +178,36 @@ def _impossible(
         good & has & ((offset < block) | (end > block + nbytes)),
     )
     until = np.where(has, block + nbytes + np.where(c.crc32c[rows] < 0, CHECKSUM_BYTES, 0), end)
+    stops[:] = np.where(has | tiled, until, 0)
     size = sizes[c.file[rows]]
     yield "an extent is in {file}, which the manifest does not list", ~empty & (size < 0)
     yield "an extent exceeds {file}", good & (size >= 0) & (np.maximum(until, end) > size)
+
+
+_MOST_READS, _MIN_REPEATED = 64, 64 << 20  # reads of a byte of a file for all tensors, and bytes that never count
+
+
+def _repeated(sidecar: Sidecar, stops: NDArray[np.int64]) -> Iterator[tuple[int, str]]:
+    """Rows whose blocks name bytes that others name already: verifying would read far more than the files have."""
+    c = sidecar.columns
+    rows = np.flatnonzero(((c.block_offset != NO_BLOCK) | sidecar.tiled) & (stops > 0))
+    if not len(rows):
+        return
+    begins = np.where(sidecar.tiled[rows], c.offset[rows], c.block_offset[rows])
+    ranges = np.stack([c.file[rows], begins, stops[rows]], axis=1)
+    _, once = np.unique(ranges, axis=0, return_index=True)  # sorted by file and offset
+    file, begin, stop = ranges[once].T
+    own = np.array([not name.startswith(MOUNT) for name in sidecar.files])[file]
+    overlaps = own[1:] & (file[1:] == file[:-1]) & (begin[1:] < stop[:-1])
+    for k in np.flatnonzero(overlaps).tolist():
+        yield int(rows[once[k + 1]]), "two blocks in {file} overlap"
+    held = np.unique(np.column_stack([ranges, c.tensor[rows]]), axis=0)
+    total, end = np.zeros(len(sidecar.files)), np.zeros(len(sidecar.files))
+    np.add.at(total, held[:, 0], (held[:, 2] - held[:, 1]).astype(np.float64))
+    np.maximum.at(end, file, stop)
+    for n in np.flatnonzero(total > np.maximum(_MOST_READS * end, _MIN_REPEATED)).tolist():
+        row = int(rows[np.argmax(ranges[:, 0] == n)])
+        yield row, "the tensors in {file} have blocks of far more bytes than it has"
 
 
 _READ_BYTES = 4 << 20  # bytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ucformat.schema.manifest import MOST_COMMITS, LaunchDoc, LineageDoc
+from ucformat.schema.limits import MOST_COMMITS
+from ucformat.schema.manifest import LaunchDoc, LineageDoc
 
 if TYPE_CHECKING:
     from ucformat.torch.loading.load import LoadReport
