@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import islice
 from os import PathLike
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -45,6 +47,8 @@ __all__ = ["Checkpoint", "open_checkpoint"]
 
 _CONFIGURATIONS = ("adapter_config.json", "config.json", "params.json")  # that make another model of equal tensors
 _MAX_DOCUMENT = 64 << 20  # bytes: larger ones are read by no source
+_MAX_LISTED = 10_000  # files in which checkpoints are looked for
+_MAX_NAMED = 10  # folders that an error names
 
 
 @gc_paused()
@@ -98,6 +102,13 @@ def _open(
                     f"the checkpoint at {store.url} was deleted, and is not yet completely removed",
                     hint=f"`ucp gc {store.url} --apply` completes that",
                 )
+            if folders := _checkpoints_below(store):
+                more = f" and {len(folders) - _MAX_NAMED} more" if len(folders) > _MAX_NAMED else ""
+                raise NotACheckpoint(
+                    f"{store.url} is no checkpoint itself; these folders in it seem to be: "
+                    f"{', '.join(folders[-_MAX_NAMED:])}{more}",
+                    hint=f"open one of them: {store.url}/{folders[-1]}",
+                )
             raise NotACheckpoint(
                 f"{store.url} holds no checkpoint that ucformat knows",
                 hint=f"a universal one has a {MANIFEST} (an interrupted conversion has none: run it again); "
@@ -108,6 +119,20 @@ def _open(
         hint = f"leave out {', '.join(options)}"
         raise UsageError(f"{store.url} is a universal checkpoint, which takes no options", hint=hint)
     return Checkpoint(Universal(store, roots))
+
+
+def _checkpoints_below(store: Store) -> list[str]:
+    """The outermost folders that look like checkpoints, numbers in their names by value: the last is the newest."""
+    from ucformat.sources import marked_folders
+
+    infos = list(islice(store.list(), _MAX_LISTED))
+    found = marked_folders(infos) | {i.key.rpartition("/")[0] for i in infos if i.key.endswith(f"/{MANIFEST}")}
+    outer = [f for f in found if f and not any(f.startswith(f"{other}/") for other in found if other)]
+    return sorted(outer, key=_by_numbers)
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", name)]
 
 
 class Checkpoint(Mapping[str, "Tensor"]):

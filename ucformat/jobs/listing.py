@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.sources.base import Source
     from ucformat.storage.base import Info, Store
 
 __all__ = ["Tree", "check_listed", "check_removed", "is_empty", "listing_hashes", "search"]
@@ -57,17 +56,11 @@ def search(infos: Iterable[Info]) -> list[str]:
     Args:
         infos: the files of a place.
     """
-    from ucformat.sources import SOURCES  # slow to import, and few commands search
+    from ucformat.sources import marked_folders  # slow to import, and few commands search
 
-    folders: set[str] = set()
-    markers: dict[str, list[Source]] = {}  # most names are in every step
-    for info in infos:
-        folder, _, name = info.key.rpartition("/")
-        if name not in markers:
-            markers[name] = [s for s in SOURCES if s.is_marker(name)]
-        if name in (MANIFEST, TOMBSTONE):
-            folders.add(folder)
-        folders.update(source.marked_folder(folder) for source in markers[name][:1])
+    infos = list(infos)
+    named = ((folder, name) for folder, _, name in (info.key.rpartition("/") for info in infos))
+    folders = marked_folders(infos) | {folder for folder, name in named if name in (MANIFEST, TOMBSTONE)}
     return sorted(folders, key=lambda f: f.split("/") if f else [])
 
 

@@ -23,13 +23,13 @@ from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from ucformat.sources.base import OpenSource, Source
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import Info, Store
     from ucformat.storage.watched import WatchedStore
 
-__all__ = ["SOURCES", "open_source", "open_source_file", "titles"]
+__all__ = ["SOURCES", "marked_folders", "open_source", "open_source_file", "titles"]
 
 #: All sources, by precedence: each declares which other kinds it comes before.
 SOURCES: tuple[Source, ...] = by_precedence(
@@ -79,6 +79,22 @@ def open_source(
     check_downloaded(store)
     check_described(store)
     return None
+
+
+def marked_folders(infos: Iterable[Info]) -> set[str]:
+    """The folders that look like foreign checkpoints, by the names of their files.
+
+    Args:
+        infos: the files of a place.
+    """
+    markers: dict[str, list[Source]] = {}  # most names are in every step
+    folders: set[str] = set()
+    for info in infos:
+        folder, _, name = info.key.rpartition("/")
+        if name not in markers:
+            markers[name] = [source for source in SOURCES if source.is_marker(name)]
+        folders.update(source.marked_folder(folder) for source in markers[name][:1])
+    return folders
 
 
 def open_source_file(

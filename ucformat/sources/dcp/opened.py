@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Values = Mapping[str, TorchFile | OpaqueFile]
 
-__all__ = ["STEPS", "ItemValues", "OpenDcp", "plain_value"]
+__all__ = ["STEPS", "ItemValues", "OpenDcp", "nested_objects", "plain_value", "shared_value"]
 
 STEPS = ("global_step", "global_steps", "step", "iteration")
 _MAX_NBYTES = 256 << 20  # bytes of the tensors in one value
@@ -114,13 +114,17 @@ def _groups_of(optimizer: Optimizer, files: Values) -> list[tuple[Mapping[str, A
         for fqn, key in optimizer.plain.items():
             if key.name in set(group.names):
                 by_state.setdefault(key.state, {})[key.name] = plain_value(files[fqn], fqn)
-        group.state = {s: _shared(v) for s, v in by_state.items()}
+        group.state = {s: shared_value(v) for s, v in by_state.items()}
         out.append((group.json(), None if kept else Place(optimizer.root, tuple(entries), flattened=bool(flat))))
     return out
 
 
-def _shared(values: dict[str, Any]) -> Any:
-    """The value of all parameters if it is the same, otherwise the values by name."""
+def shared_value(values: dict[str, Any]) -> Any:
+    """The value of all parameters if it is the same, otherwise the values by name.
+
+    Args:
+        values: the values by name, at least one.
+    """
     first = next(iter(values.values()))
     return first if all(type(v) is type(first) and v == first for v in values.values()) else values
 
@@ -140,8 +144,14 @@ def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Values) ->
     return list(groups.values())
 
 
-def _objects_of(values: Mapping[str, Path], files: Values, tensors: Iterable[Path]) -> dict[str, Any]:
-    """All other values, nested as in the state dict; lists are restored if no tensor was in them."""
+def nested_objects(values: Mapping[str, Path], files: Values, tensors: Iterable[Path]) -> dict[str, Any]:
+    """Nest values as in the state dict; lists are restored if no tensor was in them.
+
+    Args:
+        values: the path of each value, by entry.
+        files: the opened entries.
+        tensors: the paths of tensors.
+    """
     with_tensors = {p[:i] for p in tensors for i in range(len(p))}
     tree: dict[Any, Any] = {}
     for fqn, path in values.items():
@@ -275,7 +285,7 @@ class ItemValues:
         order = {f: i for i, f in enumerate(meta.paths)}
         values = dict(sorted(values.items(), key=lambda item: order.get(item[0], len(order))))
         tensors = [meta.paths.get(f, (f,)) for f in self._named.tensors.values()]
-        return _objects_of(values, self._items.values(values), tensors)
+        return nested_objects(values, self._items.values(values), tensors)
 
     def step(self) -> int | None:
         """Read the training step, if a value near the top of the state has one of the names in `STEPS`."""

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from ucformat.errors import NotACheckpoint, UcformatError, UnsupportedError
 from ucformat.sources.base import Source
 from ucformat.sources.megatron.arguments import MegatronOptions
-from ucformat.sources.megatron.folder import RANK_FOLDER, backend_of, built_by_megatron, find_place, is_marker
+from ucformat.sources.megatron.folder import DIST, RANK_FOLDER, backend_of, built_by_megatron, find_place, is_marker
 
 if TYPE_CHECKING:
     from ucformat.sources.megatron.classic import OpenClassic
     from ucformat.sources.megatron.dist import OpenDist
+    from ucformat.sources.megatron.folder import MegatronFolder
+    from ucformat.sources.megatron.fsdp import OpenFsdp
     from ucformat.storage.base import Store
 
 __all__ = ["Megatron"]
-
-_DIST = "torch_dist"
 
 
 class Megatron(Source):
@@ -44,7 +44,7 @@ class Megatron(Source):
         except UcformatError:
             return True  # opening raises an error that describes the fault
 
-    def open(self, store: Store) -> OpenDist | OpenClassic:
+    def open(self, store: Store) -> OpenDist | OpenClassic | OpenFsdp:
         """Open the checkpoint that the tracker names, or the one that the store is rooted at."""
         place = find_place(store)
         if place is None:
@@ -55,13 +55,30 @@ class Megatron(Source):
 
             with built_by_megatron(where):
                 return OpenClassic(store, place, self.options)
+        if place.fsdp:
+            return _open_fsdp(store, place, where, self.options)
         backend = backend_of(store, place.folder)
-        if backend != _DIST:
+        if backend != DIST:
             raise UnsupportedError(
-                f"{place.folder or store.url} is a distributed checkpoint in the format {backend!r}; {_DIST!r} is read",
+                f"{place.folder or store.url} is a distributed checkpoint in the format {backend!r}; {DIST!r} is read",
                 hint="load it once with the Megatron that wrote it, and save it with --ckpt-format torch_dist",
             )
         from ucformat.sources.megatron.dist import OpenDist
 
         with built_by_megatron(where):
             return OpenDist(store, place, self.options)
+
+
+def _open_fsdp(store: Store, place: MegatronFolder, where: str, options: MegatronOptions) -> OpenFsdp:
+    """Open a folder that has DCP's `.metadata` alone, after a check that Megatron-FSDP wrote it."""
+    from ucformat.sources.dcp.metadata import read_metadata
+    from ucformat.sources.megatron.fsdp import OpenFsdp, is_fsdp
+
+    meta = read_metadata(store, f"{place.folder}/.metadata" if place.folder else ".metadata", allow=options.allow)
+    if not is_fsdp(meta):
+        raise UnsupportedError(
+            f"{where} holds a checkpoint of PyTorch DCP without the state that Megatron-FSDP saves",
+            hint="a distributed checkpoint of Megatron-Core has metadata.json and common.pt, too: copy these again",
+        )
+    with built_by_megatron(where):
+        return OpenFsdp(store, place, meta, options)

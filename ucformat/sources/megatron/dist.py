@@ -17,7 +17,7 @@ from ucformat.sources.dcp.opened import plain_value
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.megatron.arguments import Arguments
 from ucformat.sources.megatron.flat_states import add_flat_states
-from ucformat.sources.megatron.folder import CONFIG, backend_of, built_by_megatron
+from ucformat.sources.megatron.folder import COMMON, CONFIG, backend_of, built_by_megatron
 from ucformat.sources.megatron.names import Bucket, Member, StateKey, groups_by_rule, name_of, split_state_key
 from ucformat.sources.megatron.stacked import StackedTensor, UnstackedPart, add_tensor, original_shapes, unstacked
 from ucformat.sources.pickle.file import TorchFile
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMON", "OpenDist"]
 
-COMMON = "common.pt"
 _SHARD = re.compile(r"(.+)/shard_([\d.]*)_([\d.]*)", re.DOTALL)
 _EXTRA = "_extra_state"
 _NOT_OURS = ("optimizer", "args", "iteration")
@@ -73,7 +72,8 @@ class OpenDist:
         self._fill(stacked=stacked)
         self._add_steps(stacked=stacked)
         backend = backend_of(store, folder) or ""
-        files = (below + CONFIG, below + COMMON)
+        files = (*([below + CONFIG] if exists(store, below + CONFIG) else []), below + COMMON)
+        step = next((n for name in ("iteration", "global_step") if type(n := values.get(name)) is int), None)
         # These are thousands of items, which are read when they are first needed.
         guarded = built_by_megatron(store.url)
         groups: LazySequence[Mapping[str, Any]] = LazySequence(guarded(self._groups))
@@ -84,12 +84,13 @@ class OpenDist:
             groups=groups,
             objects=LazyMapping(guarded(self._objects)),
             aliases=self._aliases(),
-            step=step if type(step := values.get("iteration")) is int else None,
+            assets=place.context or (),
+            step=step,
             layout=self._layout(),
             engine={"name": "megatron-core", "format": backend},
             files=(*filter(None, [place.tracker]), *files, meta.file, *meta.files),
             save_id=meta.save_id,
-            folder=folder,
+            folder=folder if place.context is None else "",
         )
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:

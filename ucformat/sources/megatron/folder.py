@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
 __all__ = [
+    "COMMON",
     "CONFIG",
+    "DIST",
     "MODEL",
     "RANK_FOLDER",
     "TRACKER",
@@ -31,23 +33,48 @@ __all__ = [
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "metadata.json"  # of a distributed checkpoint
+COMMON = "common.pt"  # likewise
+METADATA = ".metadata"  # of PyTorch DCP
+DIST = "torch_dist"
+WEIGHTS, CONTEXT = "weights", "context"  # the folders of a checkpoint of NeMo 2
 MODEL = re.compile(r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?/(model_optim_rng|model_rng)\.pt")
 RANK_FOLDER = re.compile(r"mp_rank_\d{1,6}(_\d{1,6}){0,2}")
 
 _ITERATION = re.compile(r"iter_\d{7,}|release")
+_FSDP_ENTRIES = (b"checkpoint_version", b"param_to_group_meta")
 _MAX_KEYS = 10_000
 _MAX_METADATA_BYTES = 4096  # bytes of metadata.json
 _MAX_TRACKER_BYTES = 64  # bytes of the tracker
 _MAX_LISTED = 10
+_MAX_ASSET_BYTES = 64 << 20  # of a file in `context`
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronFolder:
-    """A checkpoint's folder in the store ("" for the root), and the tracker if it names the folder."""
+    """A checkpoint's folder in the store ("" for the root), and the tracker if it names the folder.
+
+    `context` are the files that NeMo stores beside the folder of weights; None if this is no checkpoint of NeMo's.
+    """
 
     folder: str
     tracker: str | None
     classic: bool
+    fsdp: bool = False
+    context: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, store: Store, folder: str, tracker: str | None = None) -> MegatronFolder:
+        """The folder of one iteration, by the files in it.
+
+        Args:
+            store: the store.
+            folder: the folder.
+            tracker: the key of the tracker, if it names the folder.
+        """
+        if backend_of(store, folder) is not None:
+            return cls(folder, tracker, classic=False)
+        fsdp = exists(store, f"{folder}/{METADATA}" if folder else METADATA)
+        return cls(folder, tracker, classic=not fsdp, fsdp=fsdp)
 
 
 def is_marker(name: str) -> bool:
@@ -71,16 +98,23 @@ def find_place(store: Store) -> MegatronFolder | None:
     """
     if backend_of(store) is not None:
         return MegatronFolder("", None, classic=False)
+    if backend_of(store, WEIGHTS) is not None:
+        context = (info for info in store.list(CONTEXT) if info.size <= _MAX_ASSET_BYTES)
+        return MegatronFolder(WEIGHTS, None, classic=False, context=tuple(info.key for info in context))
+    if _ITERATION.fullmatch(store.url.rstrip("/").rpartition("/")[2]) and _is_fsdp(store):
+        return MegatronFolder("", None, classic=False, fsdp=True)
     named = _named(store)
     if named is None and exists(store, TRACKER):
         raise UsageError(f"{store.url}/{TRACKER} names no iteration", hint="open the folder of one iteration itself")
     if named is not None:
         if next(iter(store.list(named)), None) is None:
+            if next(iter(store.list(f"global_step_{named.rpartition('_')[2].lstrip('0')}")), None) is not None:
+                return None  # of veRL, which writes the same tracker
             raise NotFound(
                 f"{store.url}/{TRACKER} names {named}, but there is no such folder",
                 hint="it was moved or deleted, or the save did not finish; open another iteration's folder itself",
             )
-        return MegatronFolder(named, TRACKER, classic=backend_of(store, named) is None)
+        return MegatronFolder.of(store, named, TRACKER)
     keys = [info.key for info in islice(store.list(), _MAX_KEYS)]
     if any(MODEL.fullmatch(k) for k in keys):
         return MegatronFolder("", None, classic=True)
@@ -91,17 +125,31 @@ def find_place(store: Store) -> MegatronFolder | None:
             f"{store.url} holds several iterations and no {TRACKER}: {', '.join(folders[:_MAX_LISTED])}{more}",
             hint="open the folder of one of them",
         )
-    return MegatronFolder(folders[0], None, classic=backend_of(store, folders[0]) is None) if folders else None
+    return MegatronFolder.of(store, folders[0]) if folders else None
+
+
+def _is_fsdp(store: Store) -> bool:
+    """Whether a folder has a `.metadata` with Megatron-FSDP's entries; another program may name its folder alike."""
+    return exists(store, METADATA) and any(mark in store.read(METADATA) for mark in _FSDP_ENTRIES)
 
 
 def backend_of(store: Store, folder: str = "") -> str | None:
-    """The format that `metadata.json` names; None if there is no such file of Megatron's.
+    """The format that `metadata.json` names; None if this is no distributed checkpoint.
+
+    One that lost `metadata.json` is recognised by `common.pt` and DCP's `.metadata`.
 
     Args:
         store: the store.
         folder: the checkpoint's folder; "" for the root.
     """
-    key = f"{folder}/{CONFIG}" if folder else CONFIG
+    below = f"{folder}/" if folder else ""
+    backend = _named_backend(store, below + CONFIG)
+    if backend is None and exists(store, below + COMMON) and exists(store, below + METADATA):
+        return DIST
+    return backend
+
+
+def _named_backend(store: Store, key: str) -> str | None:
     if not exists(store, key) or (size := store.info(key).size) > _MAX_METADATA_BYTES:
         return None
     try:
@@ -114,7 +162,7 @@ def backend_of(store: Store, folder: str = "") -> str | None:
 
 def _inside(key: str) -> bool:
     below = key.split("/", 1)[-1]
-    return below == CONFIG or MODEL.fullmatch(below) is not None
+    return below in (CONFIG, COMMON, METADATA) or MODEL.fullmatch(below) is not None
 
 
 def _named(store: Store) -> str | None:

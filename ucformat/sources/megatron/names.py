@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LAYER",
     "LOCAL",
+    "MASTER",
     "Bucket",
     "Member",
     "NameTemplate",
@@ -37,7 +38,9 @@ __all__ = [
     "local_name",
     "name_of",
     "orders_of",
+    "split_half",
     "split_state_key",
+    "unwrapped",
 ]
 
 _CHAINED = re.compile(r"(?:chained_(\d+)\.)?(optimizer\..+)", re.DOTALL)
@@ -47,10 +50,10 @@ _BUCKET = re.compile(
 )
 _STACKED_LAYERS = re.compile(r"(?P<before>(?:.*\.)?layers)\.(?!\d+\.)(?P<after>.+)", re.DOTALL)
 _EXPERTS = re.compile(r"(?P<before>.*\.experts)\.experts\.(?:(?P<number>\d+)\.)?(?P<after>.+)", re.DOTALL)
-_HALF = re.compile(r"(?P<whole>.*\.linear_fc1\.(?:weight|bias))_(?P<half>[wv])", re.DOTALL)
+_HALF = re.compile(r"(?P<whole>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])", re.DOTALL)
 
 #: The optimizers' names of the fp32 copy.
-_MASTER = ("param", "fp32_param")
+MASTER = ("param", "fp32_param", "master_param")
 
 #: Names in layers of the local specification, by the names of Transformer Engine, which the keys have.
 LOCAL = (
@@ -100,6 +103,17 @@ class NameTemplate:
         return name
 
 
+def unwrapped(name: str) -> str:
+    """A parameter's name without `module.` of the modules that wrap the model: NeMo and Megatron-FSDP store it.
+
+    Args:
+        name: the name.
+    """
+    while name.startswith("module."):
+        name = name[len("module.") :]
+    return name
+
+
 def split_state_key(fqn: str) -> StateKey | Bucket | None:
     """Parse the name of a tensor's entry; None for an optimizer's entry of unknown form.
 
@@ -108,9 +122,9 @@ def split_state_key(fqn: str) -> StateKey | Bucket | None:
     """
     match = _CHAINED.fullmatch(fqn)
     if match is None:
-        return StateKey(fqn, "weight")
+        return StateKey(unwrapped(fqn), "weight")
     if found := _STATE.fullmatch(match[2]):
-        return StateKey(found[2], "master" if found[1] in _MASTER else found[1], int(match[1] or 0))
+        return StateKey(unwrapped(found[2]), "master" if found[1] in MASTER else found[1], int(match[1] or 0))
     return bucket_of(match)
 
 
@@ -123,8 +137,18 @@ def bucket_of(match: re.Match[str]) -> Bucket | None:
     found = _BUCKET.fullmatch(match[2])
     if found is None:
         return None
-    state = "master" if found[5] in _MASTER else found[5]
+    state = "master" if found[5] in MASTER else found[5]
     return Bucket(int(match[1] or 0), int(found[1]), int(found[2]), found[3], int(found[4]), state)
+
+
+def split_half(key: str) -> tuple[str, int]:
+    """The name of a gated projection, and which half of it is meant: 0 the gate, 1 the other; 0 for all other names.
+
+    Args:
+        key: the name.
+    """
+    match = _HALF.fullmatch(key)
+    return (key, 0) if match is None else (match["whole"], "wv".index(match["half"]))
 
 
 def name_of(key: str, *, local: bool) -> NameTemplate:
@@ -134,10 +158,9 @@ def name_of(key: str, *, local: bool) -> NameTemplate:
         key: the model's key.
         local: whether to use the names of the local specification.
     """
-    half = None
-    if match := _HALF.fullmatch(key):
-        key, half = match["whole"], "wv".index(match["half"])
-    leading = 0
+    whole, which = split_half(key)
+    half = None if whole == key else which
+    key, leading = whole, 0
     if match := _STACKED_LAYERS.fullmatch(key):
         key, leading = f"{match['before']}.{{0}}.{match['after']}", 1
     if match := _EXPERTS.fullmatch(key):
