@@ -100,3 +100,22 @@ def test_verl(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="global_step_20/critic/dist_ckpt"):
         open_checkpoint(tmp_path / "run")
     assert open_checkpoint(tmp_path / "run" / "global_step_20" / "critic" / "dist_ckpt").kind == "megatron"
+
+
+def test_lightning_with_deepspeed(tmp_path: Path) -> None:
+    """Its strategy gives DeepSpeed the path as the save folder, and `checkpoint` as the tag."""
+    made = DATA / "deepspeed" / "tp2-dp2-z1" / "ckpt"
+    shutil.copytree(made / "global_step3", tmp_path / "epoch=1.ckpt" / "checkpoint")
+    (tmp_path / "epoch=1.ckpt" / "latest").write_text("checkpoint")
+    ck = open_checkpoint(tmp_path / "epoch=1.ckpt")
+    assert ck.home == f"{tmp_path}/epoch=1.ckpt/checkpoint"
+    assert read_whole(ck) == read_whole(open_checkpoint(made))
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints"])
+def test_the_project_of_accelerate(tmp_path: Path, place: str) -> None:
+    for name in ("checkpoint_2", "checkpoint_10"):
+        shutil.copytree(DATA / "huggingface" / "accelerate" / "ckpt", tmp_path / "checkpoints" / name)
+    with pytest.raises(NotACheckpoint, match="seem to be: ") as error:
+        open_checkpoint(tmp_path / place)
+    assert error.value.hint == f"open one of them: {tmp_path}/checkpoints/checkpoint_10"
