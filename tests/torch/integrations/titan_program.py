@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -22,13 +22,35 @@ from tests.torch.leaving import leave
 from ucformat.torch.integrations.torchtitan import CheckpointManager
 
 
+class Fused(torch.nn.Linear):
+    """Keeps two weights as one, and saves them apart, as torchtitan's `FusedQKVLinear`."""
+
+    def __init__(self) -> None:
+        super().__init__(9, 9)
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._join)
+
+    @staticmethod
+    def _split(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        fused = state.pop(f"{prefix}weight")
+        if isinstance(fused, DTensor):
+            fused = fused.redistribute(fused.device_mesh, [Replicate()])
+        for name, rows in (("wq.weight", slice(0, 6)), ("wk.weight", slice(6, 9))):
+            state[prefix + name] = fused[rows].contiguous()
+
+    @staticmethod
+    def _join(_module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if f"{prefix}wq.weight" in state:
+            state[f"{prefix}weight"] = torch.cat([state.pop(prefix + n) for n in ("wq.weight", "wk.weight")])
+
+
 class Layers(torch.nn.Module):
     """Some of the layers of a model: a pipeline stage, or all of it."""
 
     def __init__(self, numbers: range) -> None:
         super().__init__()
         torch.manual_seed(1)
-        layers = {str(n): torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Dropout(0.1)) for n in range(4)}
+        layers = {str(n): torch.nn.Sequential(Fused(), torch.nn.Dropout(0.1)) for n in range(4)}
         self.layers = torch.nn.ModuleDict({n: layer for n, layer in layers.items() if int(n) in numbers})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

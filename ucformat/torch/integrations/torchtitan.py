@@ -6,15 +6,12 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from ucformat.errors import NotFound, UsageError
 from ucformat.torch.manager.manager import Manager
 from ucformat.torch.manager.steps import folder_of
+from ucformat.torch.state.collect import plain_name
 from ucformat.torch.state.objects import PerRank, Rng
 
 if TYPE_CHECKING:
@@ -182,13 +179,13 @@ class _Parts:
         self.parts = parts
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for part in self.parts for name, value in get_model_state_dict(part).items()}
+        return {plain_name(part, name): value for part in self.parts for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load everything except tensors, which are already loaded in place."""
-        extra = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+        """Load what the parts' own hooks have made; tensors are already loaded in place, and stay as they are."""
         for part in self.parts:
-            part.load_state_dict(extra, strict=False)
+            own = {name: state[plain_name(part, name)] for name in part.state_dict()}
+            part.load_state_dict(own)
 
 
 class _Optimizers:

@@ -38,6 +38,7 @@ __all__ = [
     "collect_made",
     "inner_key",
     "is_group",
+    "plain_name",
     "replace_wrappers",
 ]
 
@@ -387,7 +388,7 @@ def _module(found: CollectedState, path: Path, module: torch.nn.Module) -> None:
     memory = _storages([*module.parameters(), *module.buffers()])
     copies: list[str] = []
     for key, value in entries.items():
-        where = (*path, _plain_name(module, key))
+        where = (*path, plain_name(module, key))
         if not isinstance(value, torch.Tensor):
             found.leaves[where] = ValueSlot(value, _setter(entries, key))
             copies.append(key)
@@ -422,7 +423,7 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [getattr(tensor, name) for name in flatten()[0]] if flatten is not None else []
 
 
-def _plain_name(module: torch.nn.Module, key: str) -> str:
+def plain_name(module: torch.nn.Module, key: str) -> str:
     """A key of a module's state dict, or the name of a parameter, without the prefixes of wrappers."""
     parts: list[str] = []
     inner: Any = module
@@ -480,7 +481,7 @@ def _optimizer(found: CollectedState, path: Path, optimizer: torch.optim.Optimiz
         )
     _check_optimizer(dotted(path), optimizer, mine)
     found.owners[path], owner = owners[0]
-    names = {id(p): _plain_name(owner, name) for name, p in owner.named_parameters()}
+    names = {id(p): plain_name(owner, name) for name, p in owner.named_parameters()}
     found.groups[path] = []
     params: dict[str, torch.Tensor] = {}
     for group in optimizer.param_groups:
