@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import sort_checkpoints
 
 from ucformat.errors import NotACheckpoint, UnsupportedError
 from ucformat.format.commit import MANIFEST
+from ucformat.jobs.rotation import discard
 from ucformat.sources.configuration import program_config
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.integrations.accelerate import unwrapped
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.together import open_together
 from ucformat.torch.saving.asynchronous import async_save
+from ucformat.torch.saving.launch import Launch
 from ucformat.torch.saving.save import save
 from ucformat.torch.state.objects import Rng, decode
 
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.schema.manifest import LineageDoc
     from ucformat.torch.saving.background import SaveHandle
 
 __all__ = ["SaveCallback", "UniversalTrainer"]
@@ -90,7 +91,7 @@ class UniversalTrainer(Trainer):
     save_in_background = False
     _resumed: Checkpoint | None = None
     _handle: SaveHandle | None = None
-    _lineage: tuple[LineageDoc, ...] = ()  # the checkpoint from which the training was resumed
+    _launch: Launch
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, optionally from a universal checkpoint.
@@ -101,8 +102,8 @@ class UniversalTrainer(Trainer):
             args: passed to `Trainer.train`.
             kwargs: passed to `Trainer.train`.
         """
+        self._launch = Launch()
         if not resume_from_checkpoint:
-            self._lineage = ()
             return self._finished(super().train(None, *args, **kwargs))
         url = _last(Path(str(self.args.output_dir))) if resume_from_checkpoint is True else resume_from_checkpoint
         with group_for_call(None, TIMEOUT, "load", url) as ranks:
@@ -129,7 +130,7 @@ class UniversalTrainer(Trainer):
         else:
             state = self._live()
             del state["rng"]  # restored later, after batches were skipped
-            self._lineage = (load(state, self._resumed).lineage,)
+            self._launch.begin(load(state, self._resumed))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
@@ -156,7 +157,7 @@ class UniversalTrainer(Trainer):
             state[_STATE] = asdict(self.state)
         if self.args.save_only_model and not self.is_distributed_loading_by_transformers:
             state = {"model": state["model"], **{k: v for k, v in state.items() if k == _STATE}}
-        options = {"overwrite": True, "lineage": self._lineage, **_description(self.args, self.state, self.model)}
+        options = {"overwrite": True, **self._launch.next_save(), **_description(self.args, self.state, self.model)}
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         with _files_of(tokenizer, self.args) as assets:
             options |= {"assets": assets, **self.save_options}
@@ -175,10 +176,14 @@ class UniversalTrainer(Trainer):
             self._rotate(Path(handle.url).parent)
 
     def _rotate(self, run: Path) -> None:
-        """Delete checkpoints beyond `save_total_limit`; all of them are committed."""
-        if self.args.should_save:
-            limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-            rotate_checkpoints(str(run), save_total_limit=limit, best_model_checkpoint=best)
+        """Remove committed checkpoints beyond `save_total_limit`, and from the catalog; protected ones stay."""
+        if self.args.should_save and self.args.save_total_limit:
+            here = [p for p in sort_checkpoints(str(run)) if (Path(p) / MANIFEST).exists()]
+            stay = {here[-1], str(Path(self.state.best_model_checkpoint or here[-1]))} & {*here}
+            excess = len(here) - max(self.args.save_total_limit, len(stay))
+            for old in here:
+                if excess > 0 and old not in stay and discard(old):
+                    excess -= 1
         if dist.is_initialized():
             dist.barrier()
 

@@ -12,10 +12,9 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from ucformat.errors import NotACheckpoint, UcformatError, UnsafeError, UnsupportedError, UsageError
+from ucformat.errors import UcformatError, UnsafeError, UnsupportedError, UsageError
 from ucformat.format.commit import MANIFEST
-from ucformat.format.structure import read_manifest
-from ucformat.jobs.removal import remove
+from ucformat.jobs.rotation import discard
 from ucformat.references import open_reference
 from ucformat.sources.configuration import program_config
 from ucformat.storage.base import exists
@@ -24,6 +23,7 @@ from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_gr
 from ucformat.torch.loading.load import load, load_local
 from ucformat.torch.loading.together import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
+from ucformat.torch.saving.launch import Launch
 from ucformat.torch.saving.manifest import SaveMetadata
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save_in_group, save_local
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.schema.manifest import LineageDoc
     from ucformat.torch.loading.load import LoadReport
     from ucformat.torch.saving.background import SaveHandle
 
@@ -66,7 +65,7 @@ class _Universal:
         super().__init__(**options)
         self._form, self._background, self._trust = form, background, trust
         self._handle: SaveHandle | None = None
-        self._lineage: tuple[LineageDoc, ...] = ()  # the checkpoint that was loaded last
+        self._launch = Launch()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -100,7 +99,7 @@ class _Universal:
         state = local_state(self._live(optimizers="optimizer_states" in checkpoint))
         if self.is_global_zero:  # type: ignore[attr-defined]
             state = replace(state, objects={**state.objects, _REST: encode(_without_tensors(checkpoint))})
-        metadata = _metadata(checkpoint, self._lineage)
+        metadata = _metadata(checkpoint, self._launch)
         options = SaveOptions(url, self._form, overwrite=True)
         if self._background:
             self._handle = async_save_local(state, options, metadata)
@@ -118,14 +117,14 @@ class _Universal:
         state = self._live(optimizers=bool(self.optimizers))
         if "rng" not in ck.per_rank:  # a CheckpointIO does not save random generators
             state.pop("rng", None)
-        self._lineage = (load(state, ck, strict).lineage,)  # type: ignore[arg-type]
+        self._launch.begin(load(state, ck, strict))  # type: ignore[arg-type]
         return {"state_dict": {}, **dict(rest)}
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint."""
+        """Remove a checkpoint, here and in the catalog, unless it is protected."""
         self.wait()
         if self.is_global_zero:  # type: ignore[attr-defined]
-            _remove(str(filepath))
+            discard(str(filepath))
 
     def wait(self) -> None:
         """Wait for the save in the background, and raise its error."""
@@ -179,7 +178,7 @@ class UniversalCheckpointIO(CheckpointIO):
 
     def __init__(self, form: Any = "zarr") -> None:
         self._form = form
-        self._lineage: tuple[LineageDoc, ...] = ()  # the checkpoint that was loaded last
+        self._launch = Launch()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save from this rank alone; an existing checkpoint is replaced.
@@ -204,7 +203,7 @@ class UniversalCheckpointIO(CheckpointIO):
         state = local_state(named)
         state = replace(state, objects={**state.objects, _REST: encode(rest)})
         options = SaveOptions(str(path), self._form, overwrite=True)
-        save_in_group(state, options, _metadata(checkpoint, self._lineage), single_process_group())
+        save_in_group(state, options, _metadata(checkpoint, self._launch), single_process_group())
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
         """Load a checkpoint in Lightning's form; each rank that calls this reads all of it.
@@ -230,7 +229,7 @@ class UniversalCheckpointIO(CheckpointIO):
                 hint="load it with UniversalDDPStrategy or UniversalModelParallelStrategy",
             )
         tensors, report = _read(ck, torch.device(map_location or "cpu"), optimizers=bool(numbered))
-        self._lineage = (report.lineage,)
+        self._launch.begin(report)
         rest["state_dict"] = _state_dict(ck, tensors)
         for state in numbered:
             for name, number in _numbers(state).items():
@@ -239,20 +238,20 @@ class UniversalCheckpointIO(CheckpointIO):
         return rest
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint.
+        """Remove a checkpoint, here and in the catalog, unless it is protected.
 
         Args:
             path: of the checkpoint, a path or URL.
         """
-        _remove(str(path))
+        discard(str(path))
 
 
-def _metadata(checkpoint: Mapping[str, Any], lineage: tuple[LineageDoc, ...]) -> SaveMetadata:
+def _metadata(checkpoint: Mapping[str, Any], launch: Launch) -> SaveMetadata:
     """The metadata of a checkpoint: the step, hyper-parameters as config, and the metrics that callbacks monitor."""
     config = program_config(*((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind)))
     watched = [c for c in checkpoint.get("callbacks", {}).values() if isinstance(c, dict) and c.get("monitor")]
     metrics = {c["monitor"]: float(c["current_score"]) for c in watched if c.get("current_score") is not None}
-    return SaveMetadata(step=int(checkpoint["global_step"]), metrics=metrics, config=config, lineage=lineage)
+    return SaveMetadata(step=int(checkpoint["global_step"]), metrics=metrics, config=config, **launch.next_save())
 
 
 def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,12 +328,3 @@ def _load_for_inference(path: Any, map_location: Any = None, weights_only: Any =
 #: Lightning reads a checkpoint for `load_from_checkpoint` as a file, and has no place for another way.
 _stock_load = saving.pl_load
 saving.pl_load = _load_for_inference
-
-
-def _remove(url: str) -> None:
-    store = open_store(url)
-    try:
-        manifest, _ = read_manifest(store)
-    except NotACheckpoint:
-        return  # already removed
-    remove(store, manifest.id)
