@@ -106,7 +106,7 @@ class Entry:
     are those that are neither released nor expired. `from_documents` names the annotations that come from documents
     beside it and not from this catalog: `tag good`, `hold 3`. `launch` is the id of the launch that saved it, or the
     folder with a slash at the end if it records none, `continues` the positions up to which that continues others, and
-    `family` a number that is the same for launches that continue each other.
+    `family` the name of the first of the launches that continue each other.
     """
 
     id: str
@@ -138,7 +138,7 @@ class Entry:
     from_documents: tuple[str, ...] = ()
     launch: str | None = None
     continues: Mapping[str, int] = field(default_factory=dict)
-    family: int | None = None
+    family: str | None = None
 
     @property
     def url(self) -> str | None:

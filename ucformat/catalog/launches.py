@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ucformat.schema.manifest import Manifest
 
-    _Continued = tuple[str | None, int | None, dict[str, int]]
+    _Continued = tuple[str | None, str | None, dict[str, int]]
 
 __all__ = ["add_continuations", "family", "link_launches", "load_continuations", "load_families", "record_continued"]
 
@@ -102,12 +102,12 @@ def add_continuations(connection: Connection, continued: Mapping[tuple[int, int]
 
 
 def _join(connection: Connection, launch: int, other: int) -> None:
-    """Make the families of two launches one, with the smaller number."""
+    """Make the families of two launches one, with the number of the first by name, the same in all catalogs."""
     both = connection.scalars(sa.select(family()).where(Launch.id.in_((launch, other)))).all()
-    least, most = min(both), max(both)
-    if least != most:
-        members = sa.or_(Launch.id == most, Launch.family == most)
-        connection.execute(sa.update(Launch).where(members).values(family=least))
+    numbers = connection.scalars(sa.select(Launch.id).where(Launch.id.in_(both)).order_by(Launch.name)).all()
+    for rest in numbers[1:]:
+        members = sa.or_(Launch.id == rest, Launch.family == rest)
+        connection.execute(sa.update(Launch).where(members).values(family=numbers[0]))
 
 
 def _direct(connection: Connection, launches: Iterable[int]) -> Iterable[tuple[int, int, int]]:
@@ -131,7 +131,9 @@ def load_continuations(connection: Connection, launches: Collection[int | None])
     found: dict[int | None, _Continued] = {None: (None, None, {})}
     for at in range(0, len(ids), MAX_IN_LIST):
         page = ids[at : at + MAX_IN_LIST]
-        query = sa.select(Launch.id, Launch.name, family()).where(Launch.id.in_(page))
+        first = Launch.__table__.alias().c
+        query = sa.select(Launch.id, Launch.name, first.name).join(first.id.table, first.id == family())
+        query = query.where(Launch.id.in_(page))
         found |= {number: (name, common, {}) for number, name, common in connection.execute(query)}
         continued = (
             sa.select(Continuation.launch, Launch.name, Continuation.position)

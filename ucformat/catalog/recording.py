@@ -250,6 +250,9 @@ def _update_foreign(connection: Connection, serial: int, manifest: Manifest, *, 
         update = sa.update(Checkpoint).where(Checkpoint.serial == serial, replaced)
         [config] = _configs(connection, [manifest.config])
         connection.execute(update.values(config_id=config))
+    if manifest.step is not None:
+        unknown = (Checkpoint.serial == serial, Checkpoint.step.is_(None))
+        connection.execute(sa.update(Checkpoint).where(*unknown).values(step=manifest.step))
     for name, value in manifest.metrics.items():
         keys = {"checkpoint": serial, "name": storable_text(name)}
         values = {"value": stored_metric(value), "measured": _created(manifest)}

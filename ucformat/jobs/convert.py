@@ -24,7 +24,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.jobs.compare import spread_of
 from ucformat.jobs.convert_checks import joined, verifying
 from ucformat.jobs.finished import discard_finished
-from ucformat.jobs.record import lineage_from, record_commits
+from ucformat.jobs.record import lineage_from, record_commits, step_in_name
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import How, ShardJob, plan_document
 from ucformat.jobs.virtual import VirtualExtents, put_sidecar
@@ -70,6 +70,7 @@ def convert(
     run: str | None = None,
     config: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
+    step: int | None = None,
     virtual: bool = False,
     checksums: bool = False,
     unprotected: bool = False,
@@ -94,6 +95,7 @@ def convert(
         run: the name of the training run, for the catalog (default: the source's, if known).
         config: the configuration of the training, plain JSON values, in addition to the source's.
         metrics: measured numbers by name, in addition to the source's; these win.
+        step: the training step (default: the source's, else the one in its name, such as `checkpoint-500`).
         virtual: write only the locations of the tensors' bytes in the source's files, which must stay as they are. A
             document beside them, in `needed-by/`, keeps every catalog from removing them.
         checksums: with `virtual`, read these files once and record their checksums, for `verify`.
@@ -143,7 +145,9 @@ def convert(
         else:
             recorded = False
             manifest = _write_virtual(source, store, attempt, placed, how, checksums=checksums, unprotected=unprotected)
-        about = {"run": run or manifest.run, "config": with_config(manifest.config, config)}
+        if step is None:
+            step = manifest.step if source.universal or manifest.step is not None else step_in_name(source.home)
+        about = {"run": run or manifest.run, "step": step, "config": with_config(manifest.config, config)}
         done = commit(
             store, attempt, manifest.model_copy(update={**about, "metrics": {**manifest.metrics, **(metrics or {})}})
         )

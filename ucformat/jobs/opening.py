@@ -18,6 +18,7 @@ from ucformat.format.commit import MANIFEST
 from ucformat.jobs.batches import Opened, OpenedCheckpoint
 from ucformat.jobs.documents import find_document
 from ucformat.jobs.listing import Tree, listing_hashes, search
+from ucformat.jobs.record import step_in_name
 from ucformat.jobs.reopen import options_of, plain_options
 from ucformat.jobs.run import naming_place
 from ucformat.jobs.tasks import Job
@@ -273,7 +274,8 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
     if times:
         with suppress(ValueError, OverflowError, OSError):  # a file may have a time of the year 10,000
             created = datetime.fromtimestamp(max(times), UTC)
-    return ck.manifest.model_copy(update={"id": ck.id, "created": created})
+    step = step_in_name(ck.home) if ck.manifest.step is None else ck.manifest.step
+    return ck.manifest.model_copy(update={"id": ck.id, "created": created, "step": step})
 
 
 def unchanged(catalog: Catalog, tree: Tree) -> dict[str, str]:

@@ -6,6 +6,7 @@ A failure of the catalog fails no job: `ucp reindex` records the checkpoints lat
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "record_commit",
     "record_commits",
     "record_verification",
+    "step_in_name",
     "with_catalog",
 ]
 
@@ -115,6 +117,16 @@ def with_catalog(use: Callable[[Catalog], object], failed: str, remedy: str) -> 
             use(catalog)
     except Exception as error:  # noqa: BLE001 - the job itself has succeeded
         _log.warning("%s: %s; %s", failed, getattr(error, "message", error), remedy)
+
+
+_STEP = re.compile(r"(?:^|[-_.])(?:checkpoint|ckpt|global_?step|step|iter|iteration)[-_=]?(\d{1,18})$", re.ASCII)
+
+
+def step_in_name(place: str) -> int | None:
+    """The training step that the name of a foreign checkpoint tells, such as `checkpoint-500`."""
+    name = place.rstrip("/").rpartition("/")[2].removesuffix(".safetensors").removesuffix(".ckpt").removesuffix(".pt")
+    found = _STEP.search(name)
+    return int(found[1]) if found else None
 
 
 def lineage_to(source: Checkpoint, kind: str, how: Mapping[str, Any] | None = None) -> LineageDoc:

@@ -64,6 +64,7 @@ def register(
     run: str | None = None,
     config: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
+    step: int | None = None,
     rescan: bool = False,
     trust_documents: bool = False,
     options: Mapping[str, Any] | None = None,
@@ -78,6 +79,7 @@ def register(
         recursive: search the trees; a folder that looks like a checkpoint and cannot be read is a failure, not an
             error.
         run: the run that they belong to (default: the folder that a checkpoint's folder is in).
+        step: the training step of one foreign checkpoint (default: that in its files, else in its name).
         config: the configuration of the training, in addition to that in the files of a foreign checkpoint.
         metrics: measured numbers by name, which replace those that are recorded.
         rescan: with `recursive`, also read known checkpoints. Otherwise a checkpoint is not opened if its files have
@@ -100,14 +102,16 @@ def register(
         raise UsageError(f"there is nothing to register on {on!r}", hint="with recursive=True (-r), parts record alone")
     places = as_strings(places)
     trees = [part_of(search_tree(open_store(p)), where) for p in places] if recursive else []
+    if step is not None and (recursive or len(places) > 1):
+        raise UsageError("step is that of one checkpoint", hint="register checkpoints of several steps one by one")
     known: dict[str, str] = {}
     for tree in () if rescan or run or config or metrics or options or trust_documents else trees:
         known |= unchanged(catalog, tree)
     unknown = [(t.store, [f for f in t.folders if t.url(f) not in known]) for t in trees]
     below = (f for store, folders in unknown for f in open_below(store, folders, options, where))
     opened = below if recursive else open_all(places, options)
-    if config:
-        opened = ((root, _with_config(found, config), left) for root, found, left in opened)
+    if config or step is not None:
+        opened = ((root, _with(found, config, step), left) for root, found, left in opened)
     listed = {t.url(folder): value for t in trees for folder, value in t.listings.items()}
     how = How(run, replace_config=bool(config), strict=not recursive, trust=trust_documents)
     done = record_all(catalog, opened, how, progress, listings=listed)
@@ -182,16 +186,17 @@ def _missing(
     return missing, found
 
 
-def _with_config(
-    found: OpenedCheckpoint | UcformatError, config: Mapping[str, Any]
+def _with(
+    found: OpenedCheckpoint | UcformatError, config: Mapping[str, Any] | None, step: int | None
 ) -> OpenedCheckpoint | UcformatError:
-    """An opened checkpoint with the given configuration."""
+    """An opened checkpoint with the given configuration and step."""
     if isinstance(found, UcformatError):
         return found
     if found.kind == "ucformat":
         return UsageError(
-            f"{found.url} is a universal checkpoint, and its manifest has the configuration",
-            hint="give --config when it is made: `ucp convert SRC DST --config FILE`",
+            f"{found.url} is a universal checkpoint, and its manifest has the configuration and the step",
+            hint="give --config and --step when it is made: `ucp convert SRC DST --config FILE`",
         )
-    manifest = found.manifest.model_copy(update={"config": with_config(found.manifest.config, config)})
+    update = {"config": with_config(found.manifest.config, config)}
+    manifest = found.manifest.model_copy(update=update if step is None else {**update, "step": step})
     return replace(found, manifest=manifest)

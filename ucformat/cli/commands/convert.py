@@ -15,6 +15,7 @@ from ucformat.cli.ui.options import (
     SOURCE,
     SRC,
     STATES,
+    STEP,
     VIEW,
     command,
     ignore_dependents_of,
@@ -60,6 +61,7 @@ __all__ = ["convert", "copy", "materialize"]
 )
 @CONFIG
 @METRIC
+@STEP
 @VIEW
 @SOURCE
 @ON
@@ -80,6 +82,7 @@ def convert(
     run: str | None,
     config: dict[str, Any] | None,
     metrics: dict[str, float],
+    step: int | None,
     view: str | None,
     options: dict[str, Any] | None,
     on: str | None,
@@ -120,6 +123,7 @@ def convert(
                 run=run,
                 config=config,
                 metrics=metrics,
+                step=step,
                 weights=weights,
                 verify=not no_verify,
                 on=where_of(on, part),

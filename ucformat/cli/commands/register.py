@@ -15,6 +15,7 @@ from ucformat.cli.ui.options import (
     IGNORE_DEPENDENT,
     METRIC,
     SOURCE,
+    STEP,
     VIEW,
     command,
     ignore_dependents_of,
@@ -66,6 +67,7 @@ TRUST = click.option(
 @TRUST
 @CONFIG
 @METRIC
+@STEP
 @VIEW
 @SOURCE
 @CATALOG
@@ -79,6 +81,7 @@ def register(
     run: str | None,
     config: dict[str, Any] | None,
     metrics: dict[str, float],
+    step: int | None,
     virtual: bool,  # noqa: FBT001
     checksums: bool,  # noqa: FBT001
     overwrite: bool,  # noqa: FBT001
@@ -105,7 +108,7 @@ def register(
         if len(places) != 2 or recursive or rescan or trust_documents or on or part or dry_run:
             raise UsageError("--virtual takes two places, SRC and DST", hint="ucp register SRC DST --virtual")
         source = ucformat.open(places[0], view=view, options=options)
-        facts = {"run": run, "config": config, "metrics": metrics}
+        facts = {"run": run, "config": config, "metrics": metrics, "step": step}
         ignore_dependents_of(ignored, [places[1]], out, "register")
         flags = {"checksums": checksums, "overwrite": overwrite, "unprotected": unprotected}
         _register_virtual(source, places[1], facts, out, flags)
@@ -128,6 +131,7 @@ def register(
                     run=run,
                     config=config,
                     metrics=metrics,
+                    step=step,
                     rescan=rescan,
                     trust_documents=trust_documents,
                     options=options,

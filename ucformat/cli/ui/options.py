@@ -263,6 +263,12 @@ CONFIG = click.option(
     callback=_read_config,
     help="The training configuration, JSON or YAML; overrides what the files contain.",
 )
+STEP = click.option(
+    "--step",
+    type=click.IntRange(0),
+    metavar="N",
+    help="The training step.  [default: the one in the files, else in a name such as checkpoint-500]",
+)
 METRIC = click.option(
     "--metric",
     "metrics",
