@@ -18,7 +18,7 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.local import Dim, Run, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import Place
-from ucformat.sources.dcp.names import dotted
+from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import json_key
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.memory import dtype_name, synchronize
@@ -402,7 +402,8 @@ def groups_of(found: CollectedState, aliases: Mapping[str, str]) -> tuple[dict[s
         aliases: further names of tied tensors, and their stored names.
     """
     return tuple(
-        {"params": [aliases.get(p, p) for n in g.params for p in [found.prefixes[root] + n]], **encode(dict(g.options))}
+        {"params": [aliases.get(p, p) for n in g.params for p in [found.prefixes[root] + n]]}
+        | encode(dict(g.options), dotted((*root, GROUPS)))
         for root, groups in found.groups.items()
         for g in groups
     )

@@ -71,6 +71,8 @@ def encode(value: Any, path: str = "") -> Any:
     """
     try:
         return to_json(_stand_in(value), path=path, exact=True)
+    except UsageError as error:
+        raise UsageError(f"{path or 'a value'} contains {error.message}", hint=error.hint) from None
     except RecursionError:
         raise UnsupportedError(
             f"{path or 'a value'} contains itself, or is nested too deeply",
@@ -101,7 +103,7 @@ def _stand_in(value: Any) -> Any:
 def _object(value: Any) -> Any:
     """The stand-in of an object of PyTorch or NumPy; a pickle of any other."""
     if isinstance(value, torch.Tensor):
-        dense = plain_values("a tensor in a plain value", value).cpu().contiguous()
+        dense = plain_values("a tensor that", value).cpu().contiguous()
         return SmallTensor(dtype_name(dense.dtype), tuple(dense.shape), host_memory(dense).tobytes())
     if type(value) is io.BytesIO:
         return Stream(value.getvalue())
