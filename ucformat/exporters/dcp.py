@@ -18,6 +18,7 @@ from ucformat.exporters.pickle import SavedTensor, Storage
 from ucformat.exporters.values import constant, key_of, value_of
 from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Key, Piece
+from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import is_special
 
@@ -141,7 +142,7 @@ class _State:
                 f"two entries of the target would be {entry.name}",
                 hint="rename one by a view, or choose other keys: --model-key, --optimizer-key",
             )
-        self.entries[entry.name], self.paths[entry.name] = entry, path
+        self.entries[entry.name], self.paths[entry.name] = entry, _as_flattened(path)
 
     def _add_tensors(self) -> None:
         for key, info in self._infos.items():
@@ -178,7 +179,7 @@ class _State:
     def _alias(self, path: StatePath, of: str) -> None:
         name = dotted(path)
         if name not in self.entries and name not in self.aliases:
-            self.aliases[name], self.paths[name] = of, path
+            self.aliases[name], self.paths[name] = of, _as_flattened(path)
 
     def _add_aliases(self) -> None:
         """The further names of tied weights, which a model's state dict lists, too."""
@@ -267,6 +268,11 @@ class _State:
             return
         for path, value in _leaves({"params": list(names), **options}, (*root, GROUPS, number), set()):
             self._add_value(path, value)
+
+
+def _as_flattened(path: StatePath) -> StatePath:
+    """The path as DCP's planner records it, which makes texts of the keys of mappings that are integers."""
+    return tuple(str(part) if isinstance(part, IntKey) else part for part in path)
 
 
 def _path(key: str) -> tuple[str, ...]:
