@@ -23,8 +23,7 @@ from ucformat.exporters.megatron_common import common_of, has_distributed_optimi
 from ucformat.exporters.megatron_keys import OPTIMIZER, Parts, StackedKey, extra_states, keys_of, stacked_elements
 from ucformat.exporters.torch_file import torch_file
 from ucformat.geometry.tensor import Key
-from ucformat.sources.megatron.dist import COMMON
-from ucformat.sources.megatron.folder import CONFIG
+from ucformat.sources.megatron.folder import COMMON, CONFIG
 from ucformat.sources.megatron.names import is_expert
 
 if TYPE_CHECKING:

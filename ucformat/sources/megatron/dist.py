@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ucformat.sources.megatron.folder import MegatronFolder
     from ucformat.storage.base import Store
 
-__all__ = ["COMMON", "OpenDist"]
+__all__ = ["OpenDist"]
 
 _SHARD = re.compile(r"(.+)/shard_([\d.]*)_([\d.]*)", re.DOTALL)
 _EXTRA = "_extra_state"
