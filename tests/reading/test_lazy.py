@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import ucformat
+import ucformat.torch
 from tests.fakes import FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import TensorNotFound, UsageError
@@ -230,3 +231,27 @@ def test_a_copy_is_needed_and_said(ck: Checkpoint) -> None:
 def test_every_way_of_verifying_reads_the_same(ck: Checkpoint, rows: tuple[int, int], verify: Any) -> None:
     assert same(ck["a"].read(verify=verify), ARRAYS["a", "weight"])
     assert same(ck["a"][rows[0] : rows[1]], ARRAYS["a", "weight"][rows[0] : rows[1]])
+
+
+def test_tensors_of_pytorch(tmp_path: Path) -> None:
+    """Of every dtype, 0-d and empty ones too; `torch.as_tensor` reads once, and not element by element."""
+    torch = pytest.importorskip("torch")
+    dtypes = (
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float16,
+        torch.float32,
+        torch.int64,
+        torch.bool,
+    )
+    state = {f"{d}{s}".replace("torch.", ""): torch.ones(s).mul(3).to(d) for d in dtypes for s in ((2, 3), (), (0, 3))}
+    ucformat.torch.save({"model": state}, tmp_path / "a")
+    with ucformat.open(tmp_path / "a") as opened:
+        assert opened._ipython_key_completions_() == list(state)
+        for name, wanted in state.items():
+            tensor = opened[name]
+            for found in (tensor.torch(), torch.as_tensor(tensor), torch.from_dlpack(tensor)):
+                assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+                assert torch.equal(found.to(torch.float64), wanted.to(torch.float64))
+            assert tensor.numpy().tobytes() == tensor[...].tobytes()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucformat.errors import OutOfBounds, UsageError
+from ucformat.errors import OutOfBounds, UnsupportedError, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
@@ -18,6 +18,7 @@ from ucformat.reading.read import read_planned
 if TYPE_CHECKING:
     from types import EllipsisType
 
+    import torch
     from numpy.typing import DTypeLike, NDArray
 
     from ucformat.geometry.tensor import TensorInfo
@@ -92,6 +93,35 @@ class Tensor:
         if copy is False:
             raise ValueError(f"{self.info.key} is in storage: it cannot become an array without a copy")
         return self.read() if dtype is None else self.read().astype(dtype, copy=False)
+
+    def torch(self) -> torch.Tensor:
+        """Read the whole tensor as one of PyTorch, of the same dtype.
+
+        Raises:
+            UnsupportedError: PyTorch has no such dtype.
+        """
+        import torch  # which reading does not need
+
+        dtype = getattr(torch, self.info.dtype, None)
+        if not isinstance(dtype, torch.dtype) or dtype.itemsize * self.size != self.nbytes:
+            raise UnsupportedError(
+                f"{self.info.key} is {self.info.dtype}, which PyTorch does not have", hint="read it with NumPy: t[...]"
+            )
+        raw = self.read().reshape(-1).view(np.uint8)
+        return torch.from_numpy(raw).view(dtype).reshape(self.shape)
+
+    def numpy(self) -> NDArray[Any]:
+        """Read the whole tensor, as `t[...]` does."""
+        return self.read()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Read the whole tensor for `torch.as_tensor`, `np.from_dlpack` and others."""
+        whole: Any = self.read() if self.dtype.isbuiltin == 1 else self.torch()
+        return whole.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """That of memory of the host."""
+        return 1, 0
 
     def read(
         self, out: NDArray[Any] | None = None, *, verify: Verify = "whole", threads: int | None = None

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
 
+    from click.shell_completion import CompletionItem
+
     from ucformat.checkpoint import Checkpoint
 
     _Type = click.ParamType[int]
@@ -77,6 +79,9 @@ class _Size(_Type):
 SIZE = _Size()
 
 
+_MOST_OFFERED = 200  # checkpoints whose references a shell completes
+
+
 class _Time(_TimeType):
     """A span of time: `90s`, `15m`, `48h`, `7d`, `2w`."""
 
@@ -110,7 +115,26 @@ def ref_argument(name: str, metavar: str, *, many: bool = False, optional: bool 
     Returns:
         A decorator.
     """
-    return click.argument(name, metavar=metavar, cls=_Ref, nargs=-1 if many else 1, required=not optional)
+    return click.argument(
+        name, metavar=metavar, cls=_Ref, nargs=-1 if many else 1, required=not optional, shell_complete=_complete
+    )
+
+
+def _complete(_ctx: click.Context, _param: click.Parameter, begun: str) -> list[CompletionItem]:
+    """What a shell offers for a reference: those of the catalog that begin so, and paths."""
+    from click.shell_completion import CompletionItem
+
+    from ucformat.references import open_catalog
+
+    found: list[str] = []
+    with suppress(UcformatError), open_catalog(begun) as catalog:
+        run, at, _ = begun.partition("@")
+        quoted = run.replace("'", "''")
+        for entry in catalog.find(f"run = '{quoted}'" if at else "", limit=_MOST_OFFERED):
+            found += [f"{entry.run}@{entry.step}", f"{entry.run}@latest"] if entry.run else [entry.id]
+        found += [f"alias:{alias.name}" for alias in catalog.aliases()]
+    offered = [CompletionItem(ref) for ref in dict.fromkeys(found) if ref.startswith(begun)]
+    return offered or [CompletionItem(begun, type="file")]
 
 
 REF, SRC = ref_argument("ref", "REF"), ref_argument("src", "SRC")
