@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 from os import PathLike
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UcformatError, UnsupportedError, UsageError
 from ucformat.format.commit import MANIFEST
@@ -21,7 +21,7 @@ from ucformat.schema.documents import TOMBSTONE
 from ucformat.settings import allowed_roots
 from ucformat.storage.base import exists
 from ucformat.storage.cache.scope import read_consistently
-from ucformat.storage.url import as_strings, open_store
+from ucformat.storage.url import as_store, as_strings
 from ucformat.storage.watched import WatchedStore
 from ucformat.storage.wrappers import CachedListingStore
 
@@ -80,7 +80,7 @@ def _open(
     options: Mapping[str, Any] | None,
     watch: Callable[[Store], WatchedStore],
 ) -> Checkpoint:
-    store = watch(open_store(place) if isinstance(place, str | PathLike) else place)
+    store = watch(as_store(place))
     if not exists(store, MANIFEST):
         from ucformat.sources import open_source, open_source_file, titles  # slow to import
 
@@ -364,6 +364,16 @@ class Checkpoint(Mapping[str, "Tensor"]):
         from ucformat.reading.lazy import Tensor
 
         return Tensor(self._infos[Key(stored, state)], self.source)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End a `with` block: a checkpoint holds nothing open that must be closed."""
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """The names that IPython and Jupyter offer after `ck[`."""
+        return [*self.names(), *self.aliases]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._states)

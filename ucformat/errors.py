@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from ucformat.redacted import hide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     Spelling = Callable[[str, str, str], str]
 
@@ -236,3 +236,18 @@ def spelling_options(spell: Spelling) -> Iterator[None]:
         yield
     finally:
         _spellings.remove(spell)
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Check an argument that is one of a few values, which 1 and True are not the same of.
+
+    Args:
+        name: its name.
+        value: its value.
+        choices: what it may be.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise UsageError(f"{name}={value!r} is not supported", hint=" or ".join(map(repr, choices)))

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 
 import click
 import pytest
+from click.testing import CliRunner
 
-from tests.fakes import manifest_file
+from tests.exporters.sources import universal
+from tests.fakes import manifest_file, random_array
 from ucformat import errors
 from ucformat._version import __version__
+from ucformat.catalog.catalog import Catalog
 from ucformat.cli.main import ucp
 from ucformat.cli.program import LazyGroup
 from ucformat.cli.ui.output import clean
@@ -215,3 +218,26 @@ def test_text_for_people() -> None:
     assert shorten("abcdefgh", 1) == "…"
     assert shorten("abcdefgh", None) == "abcdefgh"
     assert clean("a\tb\x1b\udcff\n") == "a\\tb\\x1b\\udcff\n"
+
+
+def test_a_command_that_was_meant() -> None:
+    run = CliRunner().invoke(ucp, ["shwo"])
+    assert run.exit_code == 2
+    assert "did you mean show?" in run.stderr
+
+
+def test_a_shell_completes_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
+    source = universal(tmp_path / "runs" / "run7" / "1", {("w", "weight"): random_array((3,), "float32")}, step=500)
+    with Catalog() as catalog:
+        catalog.record(source.manifest, source.url)
+        name = catalog.get(source.id)
+    assert name.run
+    for words, cword, wanted in (
+        ("ucp sh", "1", "show"),
+        (f"ucp show {name.run[:1]}", "2", f"{name.run}@500"),
+        (f"ucp show {name.run}@l", "2", f"{name.run}@latest"),
+    ):
+        env = {"_UCP_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": cword}
+        run = CliRunner(env=env).invoke(ucp, prog_name="ucp")
+        assert f"plain,{wanted}" in run.stdout.split(), (words, run.stdout, run.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,9 @@ class LazyGroup(click.Group):
             click.UsageError: there is no such command; the message lists all.
         """
         if args[0] not in self.lazy and not args[0].startswith("-"):
-            ctx.fail(f"no such command {args[0]!r}; the commands are {', '.join(self.lazy)}")
+            near = get_close_matches(args[0], self.lazy, 1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            ctx.fail(f"no such command {args[0]!r}; {meant}the commands are {', '.join(self.lazy)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat._version import __version__
@@ -38,12 +37,13 @@ from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
 from ucformat.storage.concurrency import map_io
-from ucformat.storage.url import as_strings, open_store
+from ucformat.storage.url import as_store, as_strings
 from ucformat.storage.watched import check_unchanged, find_watched
 from ucformat.views.model_config import OUTDATED, outdated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from os import PathLike
 
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
@@ -123,7 +123,7 @@ def convert(
             with `weights`; or `weights` of a checkpoint without weights.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
-    store = open_store(dst) if isinstance(dst, str | PathLike) else dst
+    store = as_store(dst)
     check_values({"run": run, "config": with_config({}, config), "metrics": dict(metrics or {})}, "the checkpoint")
     how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     infos = _chosen(source, None if states is None else as_strings(states))

@@ -7,7 +7,6 @@ to the same place at once write the same files, and the second one finds the wor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from os import PathLike
 from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint
@@ -32,11 +31,12 @@ from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.references import open_reference
-from ucformat.storage.url import open_store
+from ucformat.storage.url import as_store
 from ucformat.storage.watched import check_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from os import PathLike
 
     from ucformat.format.audit import AuditItem
     from ucformat.format.universal import Universal
@@ -107,7 +107,7 @@ def copy(
     where = Where.parse(on)
     ck = src if isinstance(src, Checkpoint) else open_reference(src)
     source = _universal(ck)
-    store = open_store(dst) if isinstance(dst, str | PathLike) else dst
+    store = as_store(dst)
     data, _ = source.store.read_versioned(MANIFEST)
     if not _is_same(parse_manifest(data, f"{source.store.url}/{MANIFEST}"), source.manifest):
         raise _replaced(source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import UnsupportedError, UsageError
+from ucformat.errors import UnsupportedError, UsageError, check_choice
 from ucformat.exporters.base import Span
 from ucformat.format.shard import BAND_BYTES
 from ucformat.geometry.box import row_major
@@ -113,6 +113,7 @@ def estimate(
         return _cost([(ck.store, sum(math.ceil(n / _READ) for n in sizes), sum(sizes))], store, sizes, workers)
     chosen = None if states is None else as_strings(states)
     infos = [i for i in ck.tensors.values() if chosen is None or i.state in chosen]
+    check_choice("weights", weights, (None, "safetensors"))
     planned = None if weights is None else plan_weights(ck, infos, _ATTEMPT)
     if planned is not None:
         infos = [i for i in infos if i.key not in planned.tensors]

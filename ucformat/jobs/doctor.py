@@ -7,7 +7,6 @@ import os
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -20,10 +19,11 @@ from ucformat.settings import load_settings, using
 from ucformat.storage.cache.scope import uncached
 from ucformat.storage.clouds import SCHEMES, Options, keys_in_environment, s3_settings
 from ucformat.storage.local import LocalStore
-from ucformat.storage.url import open_store, split_url
+from ucformat.storage.url import as_store, split_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from os import PathLike
 
     from ucformat.storage.base import Store
 
@@ -167,7 +167,7 @@ def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Di
         read_only: write nothing, and probe only whether existing files can be read (default: no).
     """
     with using(deadline=str(min(_DEADLINE, load_settings().deadline))):
-        store = open_store(place) if isinstance(place, str | PathLike) else place
+        store = as_store(place)
         examined = _Examined(store)
         if not read_only:
             examined.write()

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
+from ucformat.errors import check_choice
 from ucformat.jobs.convert_checks import StreamVerifier
 from ucformat.reading.plan import ReadItem
 from ucformat.reading.read import read_items
@@ -36,6 +37,7 @@ class Input:
     """
 
     def __init__(self, checkpoint: Checkpoint, compared: Collection[str] = (), *, verify: bool) -> None:
+        check_choice("verify", verify, (True, False))
         self.checkpoint, self.verify = checkpoint, verify
         watching = find_watched(checkpoint.store) if verify else None
         self.verifier = None if watching is None else StreamVerifier(checkpoint, compared)

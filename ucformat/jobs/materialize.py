@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from os import PathLike
 from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
@@ -26,11 +25,12 @@ from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.shards import How, ShardJob, plan_document
 from ucformat.jobs.where import Where
 from ucformat.references import open_reference
-from ucformat.storage.url import open_store
+from ucformat.storage.url import as_store
 from ucformat.storage.watched import find_watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from os import PathLike
 
     from ucformat.format.commit import Attempt
     from ucformat.schema.manifest import Manifest
@@ -85,7 +85,7 @@ def materialize(
     how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
     if dst is None:
         return _in_place(source, how)
-    store = open_store(dst) if isinstance(dst, str | PathLike) else dst
+    store = as_store(dst)
     plan = {**plan_document(source, list(source.tensors.values()), how), "materialize": source.id}
     attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite))
     manifest, made, recorded = _write(source, store, attempt, how)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ucformat._version import __version__
-from ucformat.errors import NotFound, UsageError
+from ucformat.errors import NotFound, UsageError, check_choice
 from ucformat.format.arrays import array_doc, lay_out, shard_key
 from ucformat.format.digest import LEAF_BYTES, document_digest
 from ucformat.format.shard import check_shard, write_shard
@@ -55,6 +55,7 @@ class How:
     where: Where = HERE
 
     def __post_init__(self) -> None:
+        check_choice("verify", self.verify, (True, False))
         for option in ("chunk_bytes", "shard_bytes", "workers"):
             given = getattr(self, option)
             if given is not None and given < 1:

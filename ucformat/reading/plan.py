@@ -9,7 +9,7 @@ from itertools import product
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
-from ucformat.errors import CoverageError, Inconsistent, IntegrityError, MissingData
+from ucformat.errors import CoverageError, Inconsistent, IntegrityError, MissingData, check_choice
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, Extent, FileRun, TensorInfo, Tiles
 from ucformat.reading.copies import Copy, copies, merges, placed
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Piece
     from ucformat.storage.base import Store
 
-__all__ = ["Plan", "ReadItem", "Request", "Verify", "make_plan"]
+__all__ = ["Plan", "ReadItem", "Request", "Verify", "check_verify", "make_plan"]
 
 #: Which checksums to verify. `whole`: of chunks that are read whole, and of all blocks of packed files, which are read
 #: whole for this purpose. `always`: of all chunks, which are read whole. `never`: none.
-Verify = Literal["whole", "always", "never"]
+Verify = Literal["whole", "always", "never"] | bool
 
 
 _REMEMBERED = 64  # boxes at most, of which a proof that they cover a piece is remembered
@@ -177,6 +177,19 @@ class ReadItem:
     pieces: Sequence[tuple[int, Piece]]
 
 
+def check_verify(verify: Verify) -> Literal["whole", "always", "never"]:
+    """The word for `verify`, in which True is `whole` and False is `never`.
+
+    Args:
+        verify: the argument.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    check_choice("verify", verify, ("whole", "always", "never", True, False))
+    return ("whole" if verify else "never") if isinstance(verify, bool) else verify
+
+
 @gc_paused()
 def make_plan(items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs | None = None) -> Plan:
     """Plan how to fill all pieces of all tensors.
@@ -191,7 +204,7 @@ def make_plan(items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs 
         CoverageError: two extents overlap and are not replicas of one box.
         IntegrityError: an extent is not within the block that has its checksum.
     """
-    costs = costs or Costs()
+    verify, costs = check_verify(verify), costs or Costs()
     requests: list[Request] = []
     needed = unverified = besides = 0
     located = map_io(_located, items)  # a source may ask for the sizes of a tensor's files first

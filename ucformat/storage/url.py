@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import reprlib
+from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote
 
 from ucformat.errors import UcformatError, UnsupportedError, UsageError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ucformat.storage.cache.folder import CacheFolder
     from ucformat.storage.fsspec_store import FsspecStore
 
-__all__ = ["as_strings", "open_cache", "open_store", "split_url"]
+__all__ = ["as_store", "as_strings", "open_cache", "open_store", "path_text", "split_url"]
 
 _PACKAGES = {  # scheme -> the package on PyPI that fsspec needs for it
     "hdfs": "pyarrow",
@@ -88,7 +89,31 @@ def as_strings(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
     Args:
         given: a string or path, which is never split into its characters, or several of them.
     """
-    return (os.fspath(given),) if isinstance(given, str | os.PathLike) else tuple(os.fspath(item) for item in given)
+    return (path_text(given),) if isinstance(given, str | bytes | os.PathLike) else tuple(map(path_text, given))
+
+
+def as_store(place: str | os.PathLike[str] | Store) -> Store:
+    """The store itself, or that of a path or URL, as `open_store` opens it.
+
+    Args:
+        place: the store, path or URL.
+    """
+    return cast("Store", place) if hasattr(place, "read_versioned") else open_store(cast("str", place))
+
+
+def path_text(place: object) -> str:
+    """The text of a path or URL.
+
+    Args:
+        place: the path or URL.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    text = os.fspath(place) if isinstance(place, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise UsageError(f"a place is a path or url, not {reprlib.repr(place)}", hint="pass a str or a pathlib.Path")
+    return text
 
 
 def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
@@ -100,7 +125,7 @@ def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
     Raises:
         UsageError: the string is empty, or a `file` URL of another machine.
     """
-    text = os.fspath(place)
+    text = path_text(place)
     if not text:
         raise UsageError("an empty string names no place", hint="write `.` for this folder")
     if not isinstance(place, str) or "://" not in text:

@@ -11,7 +11,7 @@ import numpy as np
 from zarr.core.sync import loop as zarr_loop
 
 from ucformat.reading.execute import memory_of
-from ucformat.reading.plan import make_plan
+from ucformat.reading.plan import check_verify, make_plan
 from ucformat.reading.rank import item_for
 from ucformat.reading.read import read_planned
 from ucformat.reading.readable import TRACKERS
@@ -60,7 +60,7 @@ class ChunkReader:
     """
 
     def __init__(self, source: Readable, verify: Verify) -> None:
-        self._source, self._verify = source, verify
+        self._source, self._verify = source, check_verify(verify)
         self._waiting: dict[asyncio.AbstractEventLoop, list[_Request]] = {}  # what each loop starts to read next
 
     async def read(self, array: TensorArray, at: tuple[int, ...], start: int, stop: int) -> NDArray[np.uint8]:

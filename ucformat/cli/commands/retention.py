@@ -40,6 +40,7 @@ _YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask 
     help="Grace period in which they can be restored.  [default: 7d]",
 )
 @IGNORE_DEPENDENT
+@click.option("-y", "--yes", is_flag=True, expose_value=False, help="For scripts: nothing is asked in any case.")
 @CATALOG
 def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], out: Output) -> None:
     """Delete checkpoints, all of them or none; `ucp restore` undoes it.

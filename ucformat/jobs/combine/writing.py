@@ -18,7 +18,7 @@ from ucformat.jobs.record import lineage_to
 from ucformat.reading.readable import PART_OF
 from ucformat.references import expand_references, open_reference
 from ucformat.settings import allowed_roots
-from ucformat.storage.url import open_store
+from ucformat.storage.url import as_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -111,7 +111,7 @@ class Planned:
             run: the name of the run.
             metrics: measured numbers.
         """
-        store = open_store(dst) if isinstance(dst, str | PathLike) else dst
+        store = as_store(dst)
         sources, method, plan = self.combination.sources, self.combination.method, self.combination.plan(how)
         attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite))
         made, recorded = write(CombineJob(self.combination, store, attempt.id, how), attempt)

@@ -19,6 +19,7 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import StateMismatch, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
@@ -81,7 +82,8 @@ class Reader(StorageReader):
         self.nbytes = 0  #: bytes that this rank read from storage in the last load
         self.bytes_unverified = 0  #: those of tensors whose checksums were not checked
         self._url = path
-        self._rename, self._cast, self._trust, self._verify, self._threads = rename, cast, trust, verify, threads
+        self._rename, self._cast, self._trust, self._threads = rename, cast, trust, threads
+        self._verify = check_verify(verify)
         self._entries: Entries | None = None
         self._extensions = _extension_registry
         self._stock: FileSystemReader | None = None  # reads a checkpoint with stream extensions

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import Conflict, TensorNotFound, UsageError
+from ucformat.errors import Conflict, TensorNotFound, UsageError, check_choice
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
@@ -254,6 +255,8 @@ def load_local(
     begun = time.monotonic()
     ranks = group or group_of()
     with ranks.sharing_errors():
+        check_choice("strict", strict, ("report", True, False))
+        verify = check_verify(verify)
         names = names or stored_names(ck, None)
         matched, found, lacking = match(targets, aliases or {}, ck, names, cast=cast, optimizer=optimizer)
         stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)

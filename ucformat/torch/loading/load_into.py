@@ -10,8 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import UsageError
+from ucformat.errors import UsageError, check_choice
 from ucformat.geometry.tensor import Key
+from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID, Bound
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
@@ -95,6 +96,9 @@ def load_into(
     """
     if layout is not None and rename is not None:
         raise UsageError("both `layout` and `rename` are given", hint="put the renames into the layout: `renames`")
+    if not isinstance(dtype, torch.dtype):
+        check_choice("dtype", dtype, (None, "checkpoint"))
+    verify = check_verify(verify)
     ck = ref if isinstance(ref, Checkpoint) else open_reference(ref)
     if layout is not None and layout.view:
         ck = ck.view(layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.references import open_reference, open_watched
 from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.shared import Answer, Question, RememberingStore
+from ucformat.storage.url import path_text
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Chec
     Raises:
         UcformatError: see `open_reference`; raised on all ranks.
     """
-    named = None if isinstance(place, Checkpoint) else fspath(place)
+    named = None if isinstance(place, Checkpoint) else path_text(place)
     if isinstance(place, PathLike) and not Path(place).is_absolute():
         named = f"./{named}"  # and no reference to the catalog
     found: Checkpoint | None = None

@@ -19,6 +19,7 @@ from ucformat.torch.manager.restore import restore_newest
 from ucformat.torch.manager.steps import RunContents, Signals, continued_here, folder_of, list_steps
 from ucformat.torch.saving.asynchronous import async_save
 from ucformat.torch.saving.launch import Launch
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Manager:
         if every is not None and (every <= timedelta(0) if isinstance(every, timedelta) else every < 1):
             raise UsageError(f"every={every!r} is not positive", hint="pass a number of steps, or a timedelta")
         self.url = open_store(url).url
+        SaveOptions(self.url, form, overwrite, replicas, chunk_bytes, shard_bytes)  # checks them
         self._every, self._asynchronous, self._overwrite = every, asynchronous, overwrite
         self._retention = None if keep is None else _make_retention(self.url, keep)
         self._options: dict[str, Any] = {"run": run, "config": config, "form": form, "replicas": replicas}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ucformat.storage.url import path_text
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, is_live
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.assets import assets_of
@@ -181,7 +182,7 @@ def async_save(
     begun = time.monotonic()
     with group_for_call(group, timeout, "async_save", url) as ranks:
         with ranks.sharing_errors():
-            options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
+            options = SaveOptions(path_text(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
             beside = {} if ranks.rank else assets_of(state, assets, form)
             metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside, launch)
             held = local_state(state)

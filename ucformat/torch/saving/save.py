@@ -12,7 +12,7 @@ from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
 from ucformat.reading.garbage import gc_paused
-from ucformat.storage.url import open_store
+from ucformat.storage.url import open_store, path_text
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.assets import assets_of
@@ -304,7 +304,7 @@ def save(
     with group_for_call(group, timeout, "save", url) as ranks:
         with ranks.sharing_errors():
             held = local_state(state)
-            options = SaveOptions(str(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
+            options = SaveOptions(path_text(url), form, overwrite, replicas, chunk_bytes, shard_bytes)
             options.check(held)
             beside = {} if ranks.rank else assets_of(state, assets, form)
             metadata = SaveMetadata.of(step, run, metrics, config, lineage, after, beside, launch)
