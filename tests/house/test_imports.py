@@ -52,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
 #: Module -> what it alone of its room may import besides.
 BESIDES = {
     "storage/testing.py": {"numpy", "pytest"},
+    "reading/lazy.py": {"torch"},  # of which a tensor is asked for
     "jobs/on_dask.py": {"distributed"},
     "jobs/on_torchrun.py": {"torch"},
     "jobs/profiles.py": {"platformdirs"},
