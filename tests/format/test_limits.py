@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import ucformat
 import ucformat.torch
-from tests.fakes import FakeSource, random_array
+from tests.fakes import FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UcformatError, UsageError
+from ucformat.format import sidecar as sidecar_module
 from ucformat.format.encoding import encoded
 from ucformat.format.extents import extent_problems
 from ucformat.format.sidecar import Columns, Sidecar
 from ucformat.schema.documents import CatalogDoc, MetricDoc
 from ucformat.schema.limits import MAX_BITS, MAX_DEPTH, MAX_INTEGER, check_json
-from ucformat.schema.manifest import Manifest, SidecarDoc
+from ucformat.schema.manifest import SidecarDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 STATE = {"model": {"w": torch.ones(3)}}
@@ -86,6 +89,7 @@ def test_the_deepest_values_come_back(tmp_path: Path) -> None:
 
 
 TEXT = st.text(max_size=4)  # lone surrogates included
+LONG = st.builds(lambda text, count: text * count, st.text(max_size=3), st.integers(100, 100_000))
 LEAVES = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | TEXT
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
 ARRAYS = {("w", "weight"): random_array((2,), "float32")}
@@ -97,23 +101,38 @@ ARRAYS = {("w", "weight"): random_array((2,), "float32")}
     TEXT,
     st.integers(0, 260),
     st.booleans(),
+    TEXT | LONG,
+    TEXT | LONG,
+    st.sampled_from(["safetensors", None]),
 )
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_committed_opens(
-    config: dict[str, Any], metrics: dict[str, float], run: str, levels: int, deep: bool
+    config: dict[str, Any],
+    metrics: dict[str, float],
+    run: str,
+    levels: int,
+    deep: bool,
+    name: str,
+    state: str,
+    weights: Literal["safetensors"] | None,
 ) -> None:
     """By a conversion, whose values go all the ways that those of a manifest go."""
     source = MemoryStore("limits-source")
-    ck = Checkpoint(FakeSource.write(source, ARRAYS, objects={"o": nested(levels) if deep else config}))
+    arrays = {**ARRAYS, (name, state): random_array((2,), "float32", 1)}
+    try:
+        ck = Checkpoint(FakeSource.write(source, arrays, objects={"o": nested(levels) if deep else config}))
+    except UcformatError:  # a view of it has no such name
+        return
     place = MemoryStore("limits")
     ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("limits-first"), ARRAYS)), place, overwrite=True)
     before = place.read("manifest.json")
     try:
-        ucformat.convert(ck, place, run=run, config=config, metrics=metrics, overwrite=True)
+        ucformat.convert(ck, place, run=run, config=config, metrics=metrics, overwrite=True, weights=weights)
     except UcformatError:
         assert place.read("manifest.json") == before
     again = ucformat.open(place)
     assert again.objects is not None
+    assert place.read("manifest.json") == before or same(again[name, state].read(), arrays[name, state])
     json.loads(place.read("manifest.json"))
 
 
@@ -138,8 +157,8 @@ def test_what_passes_the_check_is_the_same_in_json(value: Any) -> None:
     assert json.loads(json.dumps(value, ensure_ascii=False).encode()) == value or "nan" in repr(value)
 
 
-def with_columns(count: int, block: tuple[int, int], tensors: int) -> tuple[Any, Any]:
-    """A manifest of tensors of a byte each, and a sidecar whose extents have blocks that grow from a small one on."""
+def with_columns(count: int, block: tuple[int, int], tensors: int) -> tuple[SidecarDoc, TensorTable, Sidecar]:
+    """A sidecar's entry, tensors of bytes, and the sidecar, whose blocks grow from a small one on."""
     table = TensorTable.of(TensorDoc(f"t{n}", "weight", "uint8", (count,)) for n in range(tensors))
     rows = range(count * tensors)
     lists = {
@@ -155,20 +174,48 @@ def with_columns(count: int, block: tuple[int, int], tensors: int) -> tuple[Any,
     }
     columns = Columns(**{name: np.array(values, np.int64) for name, values in lists.items()})
     doc = SidecarDoc(path="data/x/extents.safetensors", nbytes=1, digest="sha256:" + "0" * 64)
-    manifest = Manifest(id="x", attempt="0" * 20, created=datetime.now(UTC), tensors=table, sidecar=doc)
-    return manifest, Sidecar(columns, (f"data/{'0' * 20}/rank0.bin",), np.ones(tensors, np.int64), None)
+    sidecar = Sidecar(columns, (f"data/{'0' * 20}/rank0.bin",), np.ones(tensors, np.int64), None)
+    return doc, table, sidecar
 
 
 def test_blocks_that_overlap_are_refused_before_anything_is_read() -> None:
-    manifest, sidecar = with_columns(8, (0, 64), 1)
-    assert "rank0.bin overlap" in next(extent_problems(manifest, sidecar)).reason
+    assert "rank0.bin overlap" in next(extent_problems(*with_columns(8, (0, 64), 1))).reason
     for count in (2, 1):
-        manifest, sidecar = with_columns(1, (0, 1 << 20), count)
-        assert not list(extent_problems(manifest, sidecar))
+        assert not list(extent_problems(*with_columns(1, (0, 1 << 20), count)))
 
 
 def test_one_block_of_many_tensors_is_bounded_by_the_file() -> None:
-    manifest, sidecar = with_columns(1, (0, 4 << 20), 60)
-    assert not list(extent_problems(manifest, sidecar))
-    manifest, sidecar = with_columns(1, (0, 4 << 20), 65)
-    assert "of far more bytes than it has" in next(extent_problems(manifest, sidecar)).reason
+    assert not list(extent_problems(*with_columns(1, (0, 4 << 20), 60)))
+    assert "of far more bytes than it has" in next(extent_problems(*with_columns(1, (0, 4 << 20), 65))).reason
+
+
+def wrong_column(name: str) -> Any:
+    """An encoder that makes a mistake in one column."""
+    pack = sidecar_module._pack
+
+    def packed(column: Any, column_name: str) -> bytes:
+        return pack(column + (1 << 61 if column_name == name else 0), column_name)
+
+    return packed
+
+
+def test_a_sidecar_that_no_reader_accepts_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes one parses it again."""
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    source = ucformat.open(tmp_path / "model.safetensors")
+    ways: list[Callable[[str], object]] = [
+        lambda to: ucformat.torch.save(STATE, tmp_path / to, overwrite=True, form="packed"),
+        lambda to: ucformat.torch.save(STATE, tmp_path / to, overwrite=True, form="safetensors"),
+        lambda to: ucformat.convert(source, tmp_path / to, overwrite=True, weights="safetensors"),
+        lambda to: ucformat.convert(source, tmp_path / to, overwrite=True, virtual=True, unprotected=True),
+    ]
+    for number, way in enumerate(ways):
+        way(f"{number}")
+    before = {path: path.read_bytes() for path in tmp_path.glob("*/manifest.json")}
+    assert len(before) == len(ways)
+    for number, column in [(0, "described"), *((n, c) for n in (1, 2, 3) for c in ("tensor", "offset"))]:
+        with monkeypatch.context() as patch:
+            patch.setattr(sidecar_module, "_pack", wrong_column(column))
+            with pytest.raises(UsageError, match="the sidecar would exceed the limits"):
+                ways[number](f"{number}")
+    assert {path: path.read_bytes() for path in before} == before

@@ -299,15 +299,10 @@ def test_impossible_tiles_are_refused(changed: dict[str, list[int]]) -> None:
     ],
 )
 def test_tiles_that_cannot_be_are_refused(changed: dict[str, list[int]], reason: str) -> None:
-    manifest = Manifest(
-        id=new_id(),
-        attempt="a" * 20,
-        created="2026-01-01T00:00:00Z",  # type: ignore[arg-type]
-        tensors=TensorTable.of([TensorDoc("t", "weight", "float32", (5, 6))]),
-        sidecar=SidecarDoc(path="data/x", nbytes=1, digest="sha256:" + "0" * 64),
-    )
-    assert not list(extent_problems(manifest, decode(sidecar_of(tiled()), tensors_of([2]), "sidecar")))
-    (problem,) = extent_problems(manifest, decode(sidecar_of(tiled(**changed)), tensors_of([2]), "sidecar"))
+    tensors = TensorTable.of([TensorDoc("t", "weight", "float32", (5, 6))])
+    doc = SidecarDoc(path="data/x", nbytes=1, digest="sha256:" + "0" * 64)
+    assert not list(extent_problems(doc, tensors, decode(sidecar_of(tiled()), tensors, "sidecar")))
+    (problem,) = extent_problems(doc, tensors, decode(sidecar_of(tiled(**changed)), tensors, "sidecar"))
     assert reason in problem.reason
 
 

@@ -1,4 +1,4 @@
-"""Checks the extents of a sidecar, as columns, so that millions are fast; and enumerates blocks with checksums.
+"""Checks the extents of a sidecar, as columns, so that millions are fast; writes it, and enumerates its blocks.
 
 Separate from `structure`, because reading a manifest does not need NumPy.
 """
@@ -10,29 +10,34 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucformat.errors import CoverageError
+from ucformat.errors import CoverageError, IntegrityError, UnsafeError, UpgradeNeeded
+from ucformat.format.arrays import put_file
 from ucformat.format.chunking import CHECKSUM_BYTES
 from ucformat.format.described import packed_file
-from ucformat.format.sidecar import NO_BLOCK, block_of
+from ucformat.format.encoding import unwritable
+from ucformat.format.sidecar import NO_BLOCK, block_of, decode
 from ucformat.format.structure import MOUNT, Problem, manifest_problems
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
 from ucformat.reading.execute import place_checksum
+from ucformat.reading.garbage import gc_paused
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.limits import MAX_EDGE, MAX_SPAN
+from ucformat.schema.manifest import SidecarDoc
 from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.format.sidecar import Columns, Sidecar
     from ucformat.geometry.tensor import Extent, Tiles
-    from ucformat.schema.manifest import Manifest
+    from ucformat.schema.manifest import Manifest, SourceFileDoc
+    from ucformat.schema.tensors import TensorTable
     from ucformat.storage.base import Store
 
-__all__ = ["blocks_of", "consistency_problems", "coverage_problem", "extent_problems", "is_whole"]
+__all__ = ["blocks_of", "consistency_problems", "coverage_problem", "extent_problems", "is_whole", "put_sidecar"]
 
 _BATCH = 1 << 20  # extents that are checked at once
 
@@ -49,7 +54,7 @@ def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterato
     if found or sidecar is None or manifest.sidecar is None:
         return
     wrong = set()
-    for problem in extent_problems(manifest, sidecar):
+    for problem in extent_problems(manifest.sidecar, manifest.tensors, sidecar):
         wrong.add((problem.name, problem.state))
         yield problem
     for number, doc in enumerate(manifest.tensors):
@@ -78,23 +83,22 @@ def coverage_problem(info: TensorInfo, extents: Iterable[Extent | Tiles]) -> str
     return None
 
 
-def extent_problems(manifest: Manifest, sidecar: Sidecar) -> Iterator[Problem]:
+def extent_problems(doc: SidecarDoc, tensors: TensorTable, sidecar: Sidecar) -> Iterator[Problem]:
     """Find the first impossible extent of each tensor, in the order of the manifest; coverage is not checked.
 
     An extent is impossible if it exceeds its tensor, its bytes exceed its block or its file, or that file is not
     listed.
 
     Args:
-        manifest: the manifest, which has a sidecar.
-        sidecar: its sidecar.
+        doc: the sidecar's entry in the manifest.
+        tensors: of the manifest.
+        sidecar: the sidecar.
     """
-    doc = manifest.sidecar
-    assert doc is not None  # noqa: S101
-    shapes = list(manifest.tensors.by_kind(lambda kind: kind.shape))
+    shapes = list(tensors.by_kind(lambda kind: kind.shape))
     ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
     edges = np.fromiter(chain.from_iterable(shapes), np.int64)
     first = np.cumsum(ndims) - ndims  # of each tensor's edges
-    items = np.fromiter(manifest.tensors.by_kind(lambda kind: ITEMSIZE[kind.dtype]), np.int64, len(shapes))
+    items = np.fromiter(tensors.by_kind(lambda kind: ITEMSIZE[kind.dtype]), np.int64, len(shapes))
     known = {s.path: s.nbytes for s in doc.sources}
     sizes = np.array(
         [min(known.get(f, -1), MAX_EDGE) if f.startswith(MOUNT) else MAX_EDGE for f in sidecar.files], np.int64
@@ -116,7 +120,7 @@ def extent_problems(manifest: Manifest, sidecar: Sidecar) -> Iterator[Problem]:
         for row, reason in _repeated(sidecar, stops):
             wrong.setdefault(int(c.tensor[row]), reason.format(file=sidecar.files[c.file[row]][:200]))
     for number, reason in sorted(wrong.items()):
-        tensor = manifest.tensors[number]
+        tensor = tensors[number]
         yield Problem(doc.path, reason, tensor.name, tensor.state)
 
 
@@ -208,6 +212,39 @@ def _repeated(sidecar: Sidecar, stops: NDArray[np.int64]) -> Iterator[tuple[int,
     for n in np.flatnonzero(total > np.maximum(_MOST_READS * end, _MIN_REPEATED)).tolist():
         row = int(rows[np.argmax(ranges[:, 0] == n)])
         yield row, "the tensors in {file} have blocks of far more bytes than it has"
+
+
+@gc_paused()
+def put_sidecar(
+    store: Store,
+    folder: str,
+    data: bytes,
+    tensors: TensorTable,
+    roots: Sequence[str] = (),
+    sources: Sequence[SourceFileDoc] = (),
+) -> SidecarDoc:
+    """Write a sidecar, and parse it as readers do, since a manifest must not name one that they refuse.
+
+    Args:
+        store: the place.
+        folder: the `data` folder of the attempt.
+        data: the encoded sidecar.
+        tensors: of the manifest.
+        roots: of a virtual checkpoint: the urls of the places that hold the files.
+        sources: of a virtual checkpoint: these files.
+
+    Raises:
+        UsageError: no reader would accept it.
+    """
+    file = put_file(store, f"{folder}/extents.safetensors", data)
+    doc = SidecarDoc(**file.model_dump(), roots=tuple(roots), sources=tuple(sources))
+    try:
+        problem = next(extent_problems(doc, tensors, decode(data, tensors, doc.path)), None)
+    except (IntegrityError, UnsafeError, UpgradeNeeded) as error:
+        raise unwritable("the sidecar", error.message) from None
+    if problem is not None:
+        raise unwritable("the sidecar", problem)
+    return doc
 
 
 _READ_BYTES = 4 << 20  # bytes

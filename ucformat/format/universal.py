@@ -241,8 +241,9 @@ class Universal:
         if self._sidecar is None:
             from ucformat.format.extents import extent_problems
 
-            found = self.read_sidecar()
-            refuse(self.store.url, extent_problems(self.manifest, found))
+            found, doc = self.read_sidecar(), self.manifest.sidecar
+            assert doc is not None  # noqa: S101 - it was read
+            refuse(self.store.url, extent_problems(doc, self.manifest.tensors, found))
             self._sidecar = found
         return self._sidecar
 

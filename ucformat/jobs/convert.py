@@ -26,7 +26,7 @@ from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.record import lineage_from, record_commits, step_in_name
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import How, ShardJob, plan_document
-from ucformat.jobs.virtual import VirtualExtents, put_sidecar
+from ucformat.jobs.virtual import VirtualExtents, put_virtual
 from ucformat.jobs.weight_files import put_assets
 from ucformat.jobs.weights import WeightsJob, plan_weights
 from ucformat.jobs.where import HERE, Where, run_job
@@ -186,7 +186,7 @@ def _write_virtual(
         if verifier is not None:
             for info in placed.infos:
                 verifier.expect(info, source.source.extents(info.key), None)
-        sidecar, tensors = put_sidecar(
+        sidecar, tensors = put_virtual(
             source, store, attempt, placed, checksums=checksums, unprotected=unprotected, progress=how.progress
         )
     verified = VerifiedDoc(default=False) if verifier is None else verifier.described(placed.infos)

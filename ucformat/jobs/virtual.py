@@ -9,15 +9,15 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UnsupportedError
-from ucformat.format.arrays import put_file
 from ucformat.format.digest import file_digest
+from ucformat.format.extents import put_sidecar
 from ucformat.format.mounted import MOUNT, MountedStore, mounted_key
 from ucformat.format.sidecar import encode
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import single_extents
 from ucformat.jobs.dependents import find_homes, need
-from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
-from ucformat.schema.tensors import TensorDoc
+from ucformat.schema.manifest import SourceFileDoc
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.settings import allow_root
 from ucformat.storage.base import HIDDEN
 from ucformat.storage.watched import find_watched
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from ucformat.format.commit import Attempt
     from ucformat.geometry.tensor import Extent, TensorInfo
     from ucformat.jobs.dependents import Home
+    from ucformat.schema.manifest import SidecarDoc
     from ucformat.storage.base import Store
 
-__all__ = ["VirtualExtents", "put_sidecar"]
+__all__ = ["VirtualExtents", "put_virtual"]
 
 _THREADS = 8
 
@@ -92,7 +93,7 @@ class VirtualExtents:
         return mounted_key(self.roots.index(store.url), key)
 
 
-def put_sidecar(
+def put_virtual(
     source: Checkpoint,
     store: Store,
     attempt: Attempt,
@@ -122,13 +123,13 @@ def put_sidecar(
     for root in placed.roots:
         allow_root(root)
     need(placed.homes, str(attempt.keeps), store.url, unprotected=unprotected)
-    doc = put_file(store, f"{attempt.folder('data')}/extents.safetensors", encode(placed.extents))
     sources = _sources(placed, progress, checksums=checksums)  # after they are protected, so that they cannot disappear
     if (watching := find_watched(source.store)) is not None:
         for file in placed.files:  # reading many files checks only their sizes
             watching.note(file)
-    sidecar = SidecarDoc(**doc.model_dump(), roots=tuple(placed.roots), sources=sources)
-    return sidecar, tuple(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in placed.infos)
+    tensors = TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in placed.infos)
+    data = encode(placed.extents)
+    return put_sidecar(store, attempt.folder("data"), data, tensors, placed.roots, sources), tuple(tensors)
 
 
 def _sources(

@@ -8,14 +8,15 @@ import numpy as np
 
 from ucformat.errors import UsageError
 from ucformat.exporters.base import weights_of
-from ucformat.format.arrays import put_file
 from ucformat.format.digest import document_digest
+from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import encode_columns
 from ucformat.jobs.export_files import FilesJob
 from ucformat.jobs.reopen import spec_of
 from ucformat.jobs.shards import How, plan_document, planned_of
 from ucformat.jobs.weight_files import WeightFiles, weights_folder
 from ucformat.schema.manifest import SidecarDoc, VerifiedDoc
+from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.strided import checksum
 from ucformat.storage.url import open_store
 
@@ -140,8 +141,8 @@ class WeightsJob(FilesJob):
         """Write the sidecar, with the extents of the tensors in the files; call it when all tasks are finished."""
         number = {info.key: n for n, info in enumerate(self.infos)}
         data = encode_columns(*self.weights.columns(number, self._crcs))
-        doc = put_file(self.store, f"data/{self.attempt}/extents.safetensors", data)
-        return SidecarDoc(**doc.model_dump())
+        tensors = TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in self.infos)
+        return put_sidecar(self.store, f"data/{self.attempt}", data, tensors)
 
 
 class _BlockSums:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
 from ucformat.errors import UsageError
-from ucformat.format.arrays import array_doc, grid_doc, put_file
+from ucformat.format.arrays import array_doc, grid_doc
 from ucformat.format.commit import new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.distribution import Distribution, RankMesh
 from ucformat.format.encoding import check_values
+from ucformat.format.extents import put_sidecar
 from ucformat.format.objects import put_objects
 from ucformat.format.sidecar import encode_columns
 from ucformat.format.structure import per_rank_problems, refuse
@@ -32,7 +33,6 @@ from ucformat.schema.manifest import (
     LineageDoc,
     Manifest,
     PerRankDoc,
-    SidecarDoc,
     WriterDoc,
 )
 from ucformat.schema.tensors import TensorDoc, TensorTable
@@ -343,18 +343,13 @@ def manifest_of(
         objects=put_objects(store, objects, written.objects),
         per_rank=_per_rank(store, objects, written.values, len(ranks)),
         assets=put_assets(store, attempt.id, None if weights is None else weights.files.folder, metadata.assets),
-        sidecar=None if sidecar is None else _put_sidecar(store, data, sidecar),
+        sidecar=None if sidecar is None else put_sidecar(store, data, sidecar, tensors),
         grid=grid,
         writers=tuple(
             WriterDoc(rank=r.rank, nbytes=r.nbytes, seconds=r.seconds, stall=r.stall) for r in slowest(ranks)
         ),
         tensors=tensors,
     )
-
-
-def _put_sidecar(store: Store, folder: str, encoded: bytes) -> SidecarDoc:
-    doc = put_file(store, f"{folder}/extents.safetensors", encoded)
-    return SidecarDoc(path=doc.path, nbytes=doc.nbytes, digest=doc.digest)
 
 
 def _per_rank(store: Store, folder: str, values: RankValues, ranks: int) -> PerRankDoc | None:
