@@ -23,6 +23,7 @@ def test_torchtitan(tmp_path: Path) -> None:
         a_training_goes_on_bit_for_bit(found, where)
     what_is_loaded(found)
     what_is_saved(found)
+    no_state_is_no_state(found)
     what_is_wrong_is_said(found)
     if found["configured"] is None:
         pytest.skip("torchtitan is not installed: pip install torchtitan")
@@ -55,6 +56,13 @@ def what_is_saved(found: dict[str, Any]) -> None:
         ["dataloader", "rng"],
     ]
     assert found["cut"]
+
+
+def no_state_is_no_state(found: dict[str, Any]) -> None:
+    assert found["states before"] == [0, 0]
+    assert found["states saved"] == ["weight"]
+    assert found["states loaded"] == [0, 0, 0, 0]
+    assert found["half"] == ["2", "3"]
 
 
 def a_configuration_of_torchtitan_builds_it(found: dict[str, Any]) -> None:

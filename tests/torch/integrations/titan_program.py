@@ -150,6 +150,7 @@ def run(folder: Path) -> dict[str, Any]:
     out["model only"] = [bare.checkpointer.load(), bare.step, bare.schedulers[0].last_epoch]
     some = Trainer(folder / "run", 1, exclude_from_loading=["optimizer", "lr_scheduler", "dataloader"])
     out["excluded"] = [some.checkpointer.load(), some.step, some.schedulers[0].last_epoch]
+    out |= untrained(folder)
     ck = ucformat.open(place)
     out["states"] = sorted({k.state for k in ck.tensors})
     out["names"] = ck.names()
@@ -169,6 +170,32 @@ def run(folder: Path) -> dict[str, Any]:
         Trainer(folder / "run", 1).train(9, load_step=100)
     except LookupError as error:
         out["errors"].append(type(error).__name__)
+    return out
+
+
+def _bare(folder: Path, trainer: Trainer) -> CheckpointManager:
+    return CheckpointManager(folder, model_parts=trainer.parts, optimizers=trainer.optimizers, interval=1)
+
+
+def untrained(folder: Path) -> dict[str, Any]:
+    """A save before the first step has no states of the optimizers, and takes away those of whoever loads it."""
+    out: dict[str, Any] = {}
+    first = Trainer(folder / "first", 2)
+    _bare(folder / "untrained", first).save(1)
+    out["states before"] = [len(o.state) for o in first.optimizers.optimizers]
+    out["states saved"] = sorted({k.state for k in ucformat.open(folder / "untrained" / "step-00000001").tensors})
+    trained = Trainer(folder / "trained", 4)
+    trained.train(2)
+    _bare(folder / "untrained", trained).load(1)
+    out["states loaded"] = [len(o.state) for o in trained.optimizers.optimizers]
+    only = first.optimizers.optimizers[1]  # one of two parts has states
+    first.parts[1](torch.ones(2, 9)).sum().backward()
+    only.step()
+    _bare(folder / "half", first).save(2)
+    one = Trainer(folder / "one", 1)
+    _bare(folder / "half", one).load(2)
+    names = {p: name for name, p in one.parts[0].named_parameters()}
+    out["half"] = sorted({names[p].split(".")[1] for p in one.optimizers.optimizers[0].state})
     return out
 
 

@@ -6,13 +6,11 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from ucformat.errors import NotFound, UsageError
 from ucformat.torch.manager.manager import Manager
 from ucformat.torch.manager.steps import folder_of
-from ucformat.torch.state.collect import plain_name
-from ucformat.torch.state.objects import PerRank, Rng
+from ucformat.torch.state.objects import Parts, PerRank, Rng
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -73,11 +71,14 @@ class CheckpointManager:
     ) -> None:
         parts = [model_parts] if isinstance(model_parts, torch.nn.Module) else list(model_parts)
         all_optimizers = _listed(getattr(optimizers, "optimizers", optimizers))
-        self.states: dict[str, Any] = {**(states or {}), "rng": Rng()}
-        if len(parts) == len(all_optimizers) == 1:
-            self.states |= {_MODEL: parts[0], _OPTIMIZER: all_optimizers[0]}
-        else:
-            self.states |= {_MODEL: _Parts(parts), _OPTIMIZER: _Optimizers(parts, all_optimizers)}
+        for optimizer in all_optimizers:
+            _check_owner(parts, optimizer)
+        self.states: dict[str, Any] = {
+            **(states or {}),
+            "rng": Rng(),
+            _MODEL: Parts(parts),
+            _OPTIMIZER: Parts(all_optimizers),
+        }
         if lr_schedulers is not None:
             stateful = hasattr(lr_schedulers, "state_dict")
             self.states[_SCHEDULER] = lr_schedulers if stateful else _Alike(_listed(lr_schedulers))
@@ -172,51 +173,14 @@ def _listed(values: Any) -> list[Any]:
     return list(values) if isinstance(values, list | tuple) else [values]
 
 
-class _Parts:
-    """Several parts of a model as one; their names do not collide."""
-
-    def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
-        self.parts = parts
-
-    def state_dict(self) -> dict[str, Any]:
-        return {plain_name(part, name): value for part in self.parts for name, value in part.state_dict().items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what the parts' own hooks have made; tensors are already loaded in place, and stay as they are."""
-        for part in self.parts:
-            own = {name: state[plain_name(part, name)] for name in part.state_dict()}
-            part.load_state_dict(own)
-
-
-class _Optimizers:
-    """Several optimizers, each for one part, as one with named parameters."""
-
-    def __init__(self, parts: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.pairs = [(_owner(parts, o), o) for o in optimizers]
-
-    def state_dict(self) -> dict[str, Any]:
-        held = [get_optimizer_state_dict(part, optimizer) for part, optimizer in self.pairs]
-        state = {name: values for h in held for name, values in h["state"].items()}
-        return {"state": state, "param_groups": [g for h in held for g in h["param_groups"]]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        groups = list(state["param_groups"])
-        for part, optimizer in self.pairs:
-            mine, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
-            held = {name: state["state"][name] for g in mine for name in g["params"] if name in state["state"]}
-            set_optimizer_state_dict(part, optimizer, {"state": held, "param_groups": mine})
-
-
-def _owner(parts: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-    """The part whose parameters an optimizer has."""
+def _check_owner(parts: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """UsageError if the parameters of an optimizer are not those of one part."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [part for part in parts if mine <= {id(p) for p in part.parameters()}]
-    if not found:
+    if not any(mine <= {id(p) for p in part.parameters()} for part in parts):
         raise UsageError(
             f"the parameters of a {type(optimizer).__name__} are not those of one of the {len(parts)} model parts",
             hint="pass all parts, and create an optimizer for each",
         )
-    return found[0]
 
 
 class _Alike:

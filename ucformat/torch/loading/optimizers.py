@@ -55,8 +55,9 @@ def place_states(found: CollectedState, recorded: SavedState) -> Problems:
         the states for which no place can be made.
     """
     placing = _Placing(found, recorded)
-    for root, live in found.optimizers.items():
-        placing.live(root, live)
+    for root, lives in found.optimizers.items():
+        for live in lives:
+            placing.live(root, live)
     for root, entries in found.optimizer_dicts.items():
         placing.entries(root, entries)
     found.finish[:0] = placing.finish
@@ -98,7 +99,7 @@ class _Placing:
         group_of = self.recorded.find_group(dotted(root), prefix)
         fresh = {n: p for n, p in live.params.items() if stored.kinds(n) and not optimizer.state.get(p)}
         held_paths = self._held(root, live.params)
-        made, failure = _first_states(optimizer, fresh, self._options(root, group_of))
+        made, failure = _first_states(optimizer, fresh, self._options(live.groups, group_of))
         if failure is not None and not self._may_restore(root, live, stored, fresh):
             self.others.append(
                 f"the states of {dotted(root)} ({type(optimizer).__name__}) cannot be made before its first step, and "
@@ -227,10 +228,12 @@ class _Placing:
                     tensors[name] = {(state,): Key(prefix + name, state) for state in states}
         return _Stored(tensors, values, wrappers, whole)
 
-    def _options(self, root: Path, group_of: Callable[[str], GroupDoc | None]) -> list[dict[str, Any]]:
+    def _options(
+        self, groups: Iterable[OptimizerGroup], group_of: Callable[[str], GroupDoc | None]
+    ) -> list[dict[str, Any]]:
         """The hyper-parameters that each group will have."""
         out = []
-        for group in self.found.groups[root]:
+        for group in groups:
             options: dict[str, Any] = {}
             saved = next((g for n in group.params if (g := group_of(n)) is not None), None)
             for key, value in ({} if saved is None else saved.options).items():

@@ -16,11 +16,11 @@ from ucformat.errors import StateMismatch, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted, name_state, optimizer_roots, split_option
-from ucformat.torch.state.objects import PerRank, Rng, encode
+from ucformat.torch.state.objects import Parts, PerRank, Rng, encode
 from ucformat.torch.state.subclasses import RECORD, is_subclass, memory_of, own_memory, take_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from ucformat.sources.dcp.names import Path
     from ucformat.torch.state.subclasses import Taken
@@ -76,9 +76,10 @@ class OptimizerGroup:
 
 @dataclass(frozen=True, slots=True)
 class LiveOptimizer:
-    """An optimizer of a state, and its parameters by name, in the order of its groups."""
+    """An optimizer of a state, its groups, and its parameters by name, in the order of its groups."""
 
     optimizer: torch.optim.Optimizer
+    groups: Sequence[OptimizerGroup]
     params: Mapping[str, torch.Tensor]
 
 
@@ -98,7 +99,7 @@ class CollectedState:
     groups: dict[Path, list[OptimizerGroup]] = field(default_factory=dict)
     group_entries: set[Path] = field(default_factory=set)  # entries that are optimizer groups or hyper-parameters
     finish: list[Callable[[], None]] = field(default_factory=list)
-    optimizers: dict[Path, LiveOptimizer] = field(default_factory=dict)
+    optimizers: dict[Path, list[LiveOptimizer]] = field(default_factory=dict)  # several for the parts of a model
     optimizer_dicts: dict[Path, MutableMapping[str, Any]] = field(default_factory=dict)  # state dicts with groups
     extra_states: dict[Path, Callable[[torch.Tensor], None]] = field(default_factory=dict)  # may have any shape
     owners: dict[Path, Path] = field(default_factory=dict)  # of each optimizer, the module with its parameters
@@ -132,7 +133,7 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
     found = CollectedState()
     _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
     taken = {p: t for p, value in found.tensors.items() if (t := _taken(p, value)) is not None}
-    optimized = [(found.owners[root], live.params) for root, live in found.optimizers.items()]
+    optimized = [(found.owners[root], live.params) for root, lives in found.optimizers.items() for live in lives]
     hidden = {(*owner, n): tuple(p.size()) for owner, params in optimized for n, p in params.items()}
     naming = name_state(
         hidden | {p: tuple(t.size()) for p, t in found.tensors.items()},  # hooks may hide parameters
@@ -194,6 +195,8 @@ def _values(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """The values of nested mappings, with their paths."""
     if isinstance(state, Mapping):
         return [v for key, inner in state.items() for v in _values(inner, (*path, key))]
+    if isinstance(state, Parts):
+        return [(path, part) for part in state.parts]
     return [(path, state)]
 
 
@@ -204,6 +207,9 @@ def _walk(found: CollectedState, path: Path, value: Any, modules: Modules, put: 
         _module(found, path, value)
     elif isinstance(value, torch.optim.Optimizer):
         _optimizer(found, path, value, modules)
+    elif isinstance(value, Parts):
+        for part in value.parts:
+            _walk(found, path, part, modules)
     elif isinstance(value, PerRank):
         found.ranks[path] = (value, _leaf(value.value, lambda new: setattr(value, "value", new)))
     elif isinstance(value, Rng):
@@ -333,7 +339,7 @@ def _holds_tensors(value: Any) -> bool:
         return any(_holds_tensors(v) for v in value.values())
     if isinstance(value, list | tuple):
         return any(_holds_tensors(v) for v in value)
-    return isinstance(value, torch.Tensor | ShardedTensor | torch.nn.Module | torch.optim.Optimizer | PerRank)
+    return isinstance(value, torch.Tensor | ShardedTensor | torch.nn.Module | torch.optim.Optimizer | Parts | PerRank)
 
 
 def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
@@ -389,6 +395,11 @@ def _module(found: CollectedState, path: Path, module: torch.nn.Module) -> None:
     copies: list[str] = []
     for key, value in entries.items():
         where = (*path, plain_name(module, key))
+        if where in found.tensors or where in found.leaves:
+            raise UsageError(
+                f"two parts of {dotted(path)} have the entry {plain_name(module, key)!r}",
+                hint="give each layer its number in the whole model as its name",
+            )
         if not isinstance(value, torch.Tensor):
             found.leaves[where] = ValueSlot(value, _setter(entries, key))
             copies.append(key)
@@ -482,13 +493,14 @@ def _optimizer(found: CollectedState, path: Path, optimizer: torch.optim.Optimiz
     _check_optimizer(dotted(path), optimizer, mine)
     found.owners[path], owner = owners[0]
     names = {id(p): plain_name(owner, name) for name, p in owner.named_parameters()}
-    found.groups[path] = []
+    groups: list[OptimizerGroup] = []
     params: dict[str, torch.Tensor] = {}
     for group in optimizer.param_groups:
         named = {names[id(p)]: p for p in group["params"]}
-        found.groups[path].append(OptimizerGroup(tuple(named), GroupOptions(group, ("params", "param_names"))))
+        groups.append(OptimizerGroup(tuple(named), GroupOptions(group, ("params", "param_names"))))
         params |= named
-    found.optimizers[path] = LiveOptimizer(optimizer, params)
+    found.groups.setdefault(path, []).extend(groups)
+    found.optimizers.setdefault(path, []).append(LiveOptimizer(optimizer, groups, params))
     for name, param in params.items():
         collect_states(found, (*path, "state", name), optimizer.state.get(param, {}))
 

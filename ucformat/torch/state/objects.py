@@ -36,9 +36,9 @@ from ucformat.torch.state.memory import dtype_name, torch_dtype
 from ucformat.torch.state.subclasses import plain_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["PerRank", "Rng", "decode", "encode", "like", "tensor_of", "unfit"]
+__all__ = ["Parts", "PerRank", "Rng", "decode", "encode", "like", "tensor_of", "unfit"]
 
 
 class PerRank:
@@ -57,6 +57,19 @@ class PerRank:
 
     def __init__(self, value: Any, merge: Callable[[list[Any], int, int], Any] | None = None) -> None:
         self.value, self.merge = value, merge
+
+
+class Parts:
+    """The modules that make up a model, or their optimizers, as one entry of a training state.
+
+    The entry is the same however a model is cut, so another program may load it into other parts.
+
+    Args:
+        parts: modules whose entries have different names, or optimizers, each of the parameters of one module.
+    """
+
+    def __init__(self, parts: Sequence[torch.nn.Module] | Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = tuple(parts)
 
 
 def encode(value: Any, path: str = "") -> Any:
