@@ -24,7 +24,7 @@ import ucformat
 import ucformat.torch as ucf
 from tests.torch.integrations.compare import differences, held
 from tests.torch.leaving import leave
-from ucformat.errors import StateMismatch
+from ucformat.errors import StateMismatch, UnsupportedError
 from ucformat.torch.integrations.accelerate import accelerator_state
 from ucformat.torch.integrations.huggingface import SaveCallback, UniversalTrainer
 
@@ -167,6 +167,26 @@ def the_callback(folder: Path) -> dict[str, Any]:
     }
 
 
+def what_the_trainer_saved(folder: Path) -> dict[str, Any]:
+    """A folder of the Trainer itself, from which a UniversalTrainer goes on; and a checkpoint that is no Trainer's."""
+    whole = trainer(folder / "stock", Trainer, max_steps=6)
+    whole.train()
+    again = trainer(folder / "again", max_steps=6)
+    again.train(resume_from_checkpoint=str(folder / "stock" / "checkpoint-3"))
+    ucf.save({"model": whole.model}, folder / "weights")
+    try:
+        trainer(folder / "again").train(resume_from_checkpoint=str(folder / "weights"))
+        refused = ""
+    except UnsupportedError as error:
+        refused = str(error)
+    parents = [edge.url for edge in ucformat.open(folder / "again" / "checkpoint-6").manifest.lineage]
+    return {
+        "differences": differences(all_of(again), all_of(whole)),
+        "refused": refused,
+        "parent": parents == [str(folder / "stock" / "checkpoint-3")],
+    }
+
+
 class Counter:
     def __init__(self) -> None:
         self.seen = 0
@@ -273,6 +293,7 @@ def main() -> None:
     found = {
         "trainer": the_trainer(folder / "trainer"),
         "callback": the_callback(folder / "callback"),
+        "stock": what_the_trainer_saved(folder / "stock"),
         "sharded": the_sharded_trainer(folder / "sharded"),
         "accelerate": [accelerate_part(folder, sharded) for sharded in (False, True)],
         "stateful": stateful(folder),

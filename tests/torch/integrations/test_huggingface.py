@@ -22,6 +22,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     a_trainer_keeps_as_many_as_it_is_told(found)
     what_a_trainer_saves_is_universal(found)
     a_trainer_goes_on_from_what_a_callback_saved(found)
+    a_trainer_goes_on_from_what_the_trainer_itself_saved(found)
     a_model_cut_by_fsdp2_is_resumed(found)
     for sharded in (False, True):
         accelerate(found, sharded)
@@ -57,6 +58,12 @@ def what_a_trainer_saves_is_universal(found: dict[str, Any]) -> None:
 def a_trainer_goes_on_from_what_a_callback_saved(found: dict[str, Any]) -> None:
     assert found["callback"]["differences"] == []
     assert "optimizer.pt" not in found["callback"]["plain"]
+
+
+def a_trainer_goes_on_from_what_the_trainer_itself_saved(found: dict[str, Any]) -> None:
+    assert found["stock"]["differences"] == []
+    assert "has no state of a Trainer" in found["stock"]["refused"]
+    assert found["stock"]["parent"]
 
 
 def a_model_cut_by_fsdp2_is_resumed(found: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["SaveCallback", "UniversalTrainer"]
 
 _STATE = "trainer"  # the object that contains the TrainerState
+_STOCK_STATE = "trainer_state"  # the same in a folder that the Trainer itself has saved
 
 
 class SaveCallback(TrainerCallback):
@@ -97,10 +98,14 @@ class UniversalTrainer(Trainer):
         """Train, optionally from a universal checkpoint.
 
         Args:
-            resume_from_checkpoint: True for the last committed checkpoint in `output_dir`, or a checkpoint that
-                ucformat can open or a reference to one, saved by any number of ranks.
+            resume_from_checkpoint: True for the last committed checkpoint in `output_dir`, or a checkpoint of a Trainer
+                that ucformat can open or a reference to one, saved by any number of ranks. The random generators of a
+                folder that the Trainer itself has saved are restored only on as many ranks, as by the Trainer.
             args: passed to `Trainer.train`.
             kwargs: passed to `Trainer.train`.
+
+        Raises:
+            UnsupportedError: no Trainer has saved the checkpoint.
         """
         self._launch = Launch()
         if not resume_from_checkpoint:
@@ -109,8 +114,7 @@ class UniversalTrainer(Trainer):
         with group_for_call(None, TIMEOUT, "load", url) as ranks:
             self._resumed = open_together(url, ranks)
         with TemporaryDirectory() as folder:  # the Trainer reads its state only from a file
-            held = decode(self._resumed.objects[_STATE])
-            (Path(folder) / "trainer_state.json").write_text(json.dumps(held))
+            (Path(folder) / "trainer_state.json").write_text(json.dumps(_trainer_state(self._resumed)))
             try:
                 return self._finished(super().train(folder, *args, **kwargs))
             finally:
@@ -135,8 +139,10 @@ class UniversalTrainer(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
             super()._load_rng_state(checkpoint)
-        else:
+        elif _STATE in self._resumed.objects:
             load({"rng": Rng()}, self._resumed)
+        else:  # of files that the Trainer itself has saved, those that it would read
+            super()._load_rng_state(self._resumed.url)
 
     def _load_best_model(self) -> None:
         self._settle()
@@ -206,6 +212,18 @@ class UniversalTrainer(Trainer):
         return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
 
 
+def _trainer_state(ck: Checkpoint) -> Any:
+    """The TrainerState that is stored in a checkpoint."""
+    for name in (_STATE, _STOCK_STATE):
+        if name in ck.objects:
+            return decode(ck.objects[name])
+    raise UnsupportedError(
+        f"{ck.url} has no state of a Trainer: its step, epoch and log",
+        hint="name a checkpoint that a Trainer saved; or load the weights by ucformat.torch.load({'model': model}, …), "
+        "and train() without resume_from_checkpoint",
+    )
+
+
 def _training(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": unwrapped(optimizer), "scheduler": scheduler, "rng": Rng()}
 
@@ -235,5 +253,8 @@ def _last(folder: Path) -> str:
     steps = {p: p.name.rpartition("-")[2] for p in folder.glob("checkpoint-*") if (p / MANIFEST).exists()}
     numbers = {p: int(n) for p, n in steps.items() if n.isdecimal()}
     if not numbers:
-        raise NotACheckpoint(f"no checkpoint is committed in {folder}", hint="train() without resume_from_checkpoint")
+        raise NotACheckpoint(
+            f"no checkpoint is committed in {folder}",
+            hint="train() without resume_from_checkpoint, or pass the path of one that Trainer itself has saved",
+        )
     return str(max(numbers, key=numbers.__getitem__))
