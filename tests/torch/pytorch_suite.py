@@ -6,10 +6,11 @@
 
 The tests are those of a PyTorch checkout of the version that is installed, run as they are: `FileSystemWriter` is
 `ucformat.torch.Writer`, `FileSystemReader` is `ucformat.torch.Reader`, and nothing else of storage is changed. Without
-a GPU tests that ask for several run on the CPU in forked processes, and `.cuda()` does nothing. Each file runs in a
-process of its own, and is ended after `--timeout` seconds. `--stock` keeps PyTorch's storage: what passes there, which
-`--out` notes, is what a drop-in has to pass (`--only`). At the end, how many passed is said for each file. Tests with
-stream extensions (Rot13, zstd) fail: `Writer` refuses these by name, and files that a PyTorch lacks are left out.
+a GPU tests that ask for several run on the CPU in forked processes: `.cuda()` does nothing, and CUDA devices are the
+CPU. Each file runs in a process of its own, and is ended after `--timeout` seconds. `--stock` keeps PyTorch's storage:
+what passes there, which `--out` notes, is what a drop-in has to pass (`--only`). At the end, how many passed is said
+for each file. Tests with stream extensions (Rot13, zstd) fail: `Writer` refuses these by name. Files that a PyTorch
+lacks are left out. docs/guides/dcp.md quotes the result.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -68,6 +70,16 @@ def use_ours() -> None:
             setattr(module, name, ours)
 
 
+class _OnCpu(TorchFunctionMode):
+    """Makes tensors on the CPU where a test asks for a CUDA device."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(kwargs.get("device"), int) or str(kwargs.get("device")).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
 def do_without_gpus() -> None:
     """Let tests that ask for GPUs run on the CPU."""
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -80,6 +92,7 @@ def do_without_gpus() -> None:
     for module in (common_distributed, common_dtensor):
         module.skip_if_lt_x_gpu = as_it_is
     init, start = FullyShardedDataParallel.__init__, torch.distributed.init_process_group
+    init_pg = common_dtensor.DTensorTestBase.init_pg
 
     def on_cpu(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **{"device_id": torch.device("cpu")} | kwargs)  # which it would otherwise refuse
@@ -87,17 +100,25 @@ def do_without_gpus() -> None:
     def with_each_device_once(backend: str, **kwargs: Any) -> None:
         start(",".join(dict.fromkeys(backend.split(","))), **kwargs)  # not "cpu:gloo,cpu:gloo"
 
+    def with_gloo(self: Any, eager_init: bool, backend: str | None = None) -> None:
+        backend = backend or self.backend
+        init_pg(self, eager_init, "gloo" if backend == "cpu:gloo,cuda:nccl" else backend)
+
     def fork(self: Any) -> None:
+        if torch.distributed.is_initialized():  # by a test before, in this process, which would fork it too
+            torch.distributed.destroy_process_group()
         torch.multiprocessing.set_start_method("spawn", force=True)
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     FullyShardedDataParallel.__init__ = on_cpu
     torch.distributed.init_process_group = with_each_device_once
+    common_dtensor.DTensorTestBase.init_pg = with_gloo
     common_distributed.MultiProcessTestCase._spawn_processes = fork  # no rank imports torch anew: many times faster
-    torch.accelerator.device_count = lambda: CPU_DEVICES
+    torch.accelerator.device_count = torch.cuda.device_count = lambda: CPU_DEVICES
     torch.accelerator.current_device_index = lambda: "cpu"  # of which a `torch.device` is made
     torch.nn.Module.cuda = lambda self, *_: self
     torch.Tensor.cuda = lambda self, *_: self
+    _OnCpu().__enter__()  # until the process ends, and in those that it forks
 
 
 class _Told(unittest.TextTestResult):
