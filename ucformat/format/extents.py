@@ -5,7 +5,7 @@ Separate from `structure`, because reading a manifest does not need NumPy.
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +21,9 @@ from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
 from ucformat.reading.execute import place_checksum
 from ucformat.reading.garbage import gc_paused
+from ucformat.reading.repeats import are_repeated
 from ucformat.schema import ITEMSIZE
-from ucformat.schema.limits import MAX_EDGE, MAX_SPAN
+from ucformat.schema.limits import FREE_READS, MAX_EDGE, MAX_SPAN, MOST_READS
 from ucformat.schema.manifest import SidecarDoc
 from ucformat.storage.strided import checksum
 
@@ -106,18 +107,19 @@ def extent_problems(doc: SidecarDoc, tensors: TensorTable, sidecar: Sidecar) -> 
     c = sidecar.columns
     ends = np.cumsum(ndims[c.tensor])
     stops = np.zeros(len(c), np.int64)  # of blocks and tiles
+    read = np.zeros(len(c), np.float64)  # bytes of elements that have neither
     wrong: dict[int, str] = {}
     for begin in range(0, len(c), _BATCH):
         rows = slice(begin, min(begin + _BATCH, len(c)))
         n = ndims[c.tensor[rows]]
         dims = slice(int(ends[rows.start] - n[0]), int(ends[rows.stop - 1]))
         at = np.arange(dims.start, dims.stop) - np.repeat(ends[rows] - n - first[c.tensor[rows]], n)
-        for reason, bad in _impossible(c, rows, dims, n, edges[at], items, sizes, stops[rows]):
+        for reason, bad in _impossible(c, rows, dims, n, edges[at], items, sizes, stops[rows], read[rows]):
             for row in (np.flatnonzero(bad) + begin).tolist():
                 box = "[" + ", ".join(_interval(c, d) for d in range(ends[row] - ndims[c.tensor[row]], ends[row])) + "]"
                 wrong.setdefault(int(c.tensor[row]), f"{reason.format(file=sidecar.files[c.file[row]][:200])}: {box}")
     if not wrong:
-        for row, reason in _repeated(sidecar, stops):
+        for row, reason in _repeated(sidecar, stops, read, sizes):
             wrong.setdefault(int(c.tensor[row]), reason.format(file=sidecar.files[c.file[row]][:200]))
     for number, reason in sorted(wrong.items()):
         tensor = tensors[number]
@@ -137,10 +139,12 @@ def _impossible(
     items: NDArray[np.int64],
     sizes: NDArray[np.int64],
     stops: NDArray[np.int64],
+    read: NDArray[np.float64],
 ) -> Iterator[tuple[str, NDArray[np.bool_]]]:
     """For each kind of fault, the extents of these rows that have it; no number here exceeds 64 bits.
 
-    Fills `stops` with the end of each block, or of all tiles of an extent.
+    Fills `stops` with the end of each block, of all tiles of an extent, or of an extent that has neither, and `read`
+    with the bytes of the elements of the latter.
     """
     owner = np.repeat(np.arange(len(ndims)), ndims)
     start, shape, strides = c.start[dims], c.shape[dims], c.strides[dims]
@@ -182,36 +186,50 @@ def _impossible(
         good & has & ((offset < block) | (end > block + nbytes)),
     )
     until = np.where(has, block + nbytes + np.where(c.crc32c[rows] < 0, CHECKSUM_BYTES, 0), end)
-    stops[:] = np.where(has | tiled, until, 0)
+    stops[:] = np.maximum(until, 0)
+    read[:] = np.where(good & ~has & ~tiled, size_about * items, 0)
     size = sizes[c.file[rows]]
     yield "an extent is in {file}, which the manifest does not list", ~empty & (size < 0)
     yield "an extent exceeds {file}", good & (size >= 0) & (np.maximum(until, end) > size)
 
 
-_MOST_READS, _MIN_REPEATED = 64, 64 << 20  # reads of a byte of a file for all tensors, and bytes that never count
-
-
-def _repeated(sidecar: Sidecar, stops: NDArray[np.int64]) -> Iterator[tuple[int, str]]:
-    """Rows whose blocks name bytes that others name already: verifying would read far more than the files have."""
+def _repeated(
+    sidecar: Sidecar, stops: NDArray[np.int64], read: NDArray[np.float64], sizes: NDArray[np.int64]
+) -> Iterator[tuple[int, str]]:
+    """Rows of files whose bytes are named so often that reading all tensors would read far more than the files have."""
     c = sidecar.columns
-    rows = np.flatnonzero(((c.block_offset != NO_BLOCK) | sidecar.tiled) & (stops > 0))
+    total = np.zeros(len(sidecar.files))
+    np.add.at(total, c.file, read)
+    for n in np.flatnonzero(total > MOST_READS * sizes.astype(np.float64) + FREE_READS).tolist():
+        yield int(np.argmax((c.file == n) & (read > 0))), _REPEATED
+    own = np.array([not name.startswith(MOUNT) for name in sidecar.files], np.bool_)[c.file]
+    checked = (c.block_offset != NO_BLOCK) | sidecar.tiled
+    rows = np.flatnonzero((checked | own) & (stops > 0))
     if not len(rows):
         return
-    begins = np.where(sidecar.tiled[rows], c.offset[rows], c.block_offset[rows])
-    ranges = np.stack([c.file[rows], begins, stops[rows]], axis=1)
-    _, once = np.unique(ranges, axis=0, return_index=True)  # sorted by file and offset
-    file, begin, stop = ranges[once].T
-    own = np.array([not name.startswith(MOUNT) for name in sidecar.files])[file]
-    overlaps = own[1:] & (file[1:] == file[:-1]) & (begin[1:] < stop[:-1])
+    begins = np.where(checked[rows] & ~sidecar.tiled[rows], c.block_offset[rows], c.offset[rows])
+    ranges = np.stack([c.file[rows], begins, stops[rows], c.tensor[rows]], axis=1)
+    ranges, first = np.unique(ranges, axis=0, return_index=True)  # sorted by file and offset
+    rows = rows[first]
+    file, begin, stop, _ = ranges.T
+    other = (begin[1:] != begin[:-1]) | (stop[1:] != stop[:-1])
+    overlaps = (
+        own[rows[1:]]
+        & checked[rows[1:]]
+        & checked[rows[:-1]]
+        & (file[1:] == file[:-1])
+        & (begin[1:] < stop[:-1])
+        & other
+    )
     for k in np.flatnonzero(overlaps).tolist():
-        yield int(rows[once[k + 1]]), "two blocks in {file} overlap"
-    held = np.unique(np.column_stack([ranges, c.tensor[rows]]), axis=0)
-    total, end = np.zeros(len(sidecar.files)), np.zeros(len(sidecar.files))
-    np.add.at(total, held[:, 0], (held[:, 2] - held[:, 1]).astype(np.float64))
-    np.maximum.at(end, file, stop)
-    for n in np.flatnonzero(total > np.maximum(_MOST_READS * end, _MIN_REPEATED)).tolist():
-        row = int(rows[np.argmax(ranges[:, 0] == n)])
-        yield row, "the tensors in {file} have blocks of far more bytes than it has"
+        yield int(rows[k + 1]), "two blocks in {file} overlap"
+    bounds = [0, *(np.flatnonzero(file[1:] != file[:-1]) + 1).tolist(), len(file)]
+    for from_, to in pairwise(bounds):
+        if are_repeated(begin[from_:to], stop[from_:to]):
+            yield int(rows[from_]), _REPEATED
+
+
+_REPEATED = "the tensors in {file} name its bytes so often that they are far more than it has"
 
 
 @gc_paused()

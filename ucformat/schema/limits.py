@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "FREE_READS",
     "MAX_ARRAY_DIMS",
     "MAX_BITS",
     "MAX_DEPTH",
@@ -21,6 +22,7 @@ __all__ = [
     "MAX_SPAN",
     "MAX_TILES",
     "MOST_COMMITS",
+    "MOST_READS",
     "check_json",
 ]
 
@@ -38,6 +40,9 @@ MAX_ARRAY_DIMS = 32  # of an array: TensorStore opens none with more
 MAX_SHARDS = 10_000_000  # of an array: readers refuse a manifest with more before they access any file
 MAX_SPAN = 1 << 60  # of offsets and sizes in files
 MAX_TILES = 1 << 20  # of an extent
+
+#: How often documents may name any byte of a file, and bytes of further reads of it for which that does not matter.
+MOST_READS, FREE_READS = 16, 64 << 20
 
 MAX_RANKS = 1 << 20  # that save one checkpoint
 MOST_COMMITS = 2**53 - 1  # every database and every JSON reader is exact up to it

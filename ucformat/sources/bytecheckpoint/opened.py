@@ -9,7 +9,7 @@ from ucformat.geometry.tensor import Extent, TensorList
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.dcp.folder import METADATA
-from ucformat.sources.dcp.metadata import Items, Metadata, read_metadata
+from ucformat.sources.dcp.metadata import Items, Metadata, check_dense, read_metadata
 from ucformat.sources.dcp.opened import ItemValues, OpenDcp, plain_value
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
@@ -120,6 +120,7 @@ class _RawItems(Items):
             raise IntegrityError(
                 f"{stored.file}: {label} should be {info.dtype} of shape {box.shape}, but its layout differs"
             )
+        check_dense(found, stored, label)
         unit = ITEMSIZE[found.dtype]
         return [Extent(box, stored.file, stored.offset + found.offset * unit, tuple(s * unit for s in found.strides))]
 

@@ -26,6 +26,7 @@ from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Extent, TensorInfo
+from ucformat.reading.repeats import first_repeated
 from ucformat.sources.dcp.folder import METADATA, Files
 from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
 from ucformat.sources.pickle.stand_ins import Dtype, Inert, OpaqueFile, StoredTensor
@@ -222,6 +223,8 @@ def _storage(meta: Metadata, found: Any, below: str) -> None:
         if file not in keys:
             keys[file] = check_key(below + file)
         meta.stored[fqn, start] = ByteRange(keys[file], offset, nbytes)
+    if (repeated := first_repeated(meta.stored.values())) is not None:
+        raise _damaged(meta, f"puts so many items at the same bytes of {repeated} that they are far more than it has")
 
 
 def _damaged(meta: Metadata, problem: str) -> IntegrityError:
@@ -343,6 +346,7 @@ class Items:
                 f"{stored.file}: {info.key}{box} should be {info.dtype} of shape {box.shape}, but there is {actual}",
                 hint="the files and .metadata are of different saves, or the file is damaged",
             )
+        check_dense(found, stored, f"{info.key}{box}")
         return [Extent(e.box.shift(box.start), e.file, e.offset, e.strides) for e in file.whole(found)]
 
     def values(self, fqns: Iterable[str]) -> dict[str, TorchFile | OpaqueFile]:
@@ -373,8 +377,27 @@ class Items:
             self._files.check(stored, name)
             return list(TorchZip(self.store, stored, name).records())
 
-        for some in map_io(of, self.meta.stored.items()):
+        named = {stored: index for index, stored in self.meta.stored.items()}  # tied tensors have one item
+        for some in map_io(of, ((index, stored) for stored, index in named.items())):
             yield from some
+
+
+def check_dense(tensor: StoredTensor, stored: ByteRange, label: str) -> None:
+    """Check that an item holds each element of its tensor, as DCP writes them.
+
+    Args:
+        tensor: as the item describes it.
+        stored: the item.
+        label: the name of the tensor, for messages.
+
+    Raises:
+        IntegrityError: the tensor has more bytes than the item.
+    """
+    if tensor.nbytes > stored.nbytes:
+        raise IntegrityError(
+            f"{stored.file}: {label} has {tensor.nbytes:,} bytes, but its item has {stored.nbytes:,}",
+            hint="no save repeats elements; restore the file from another copy",
+        )
 
 
 class _ReadAhead:

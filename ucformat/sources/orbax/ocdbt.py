@@ -19,6 +19,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
+from ucformat.reading.repeats import first_repeated
 from ucformat.sources.orbax.folder import MANIFEST
 from ucformat.sources.zarr.chunks import tensorstore
 from ucformat.storage.base import ByteRange, check_key
@@ -237,6 +238,11 @@ def _walk(store: Store, prefix: str, version: dict[str, Any], sizes: Mapping[str
                 values[_text(name)] = entry["inline_value"]
             else:
                 values[_text(name)] = _locate(store, prefix, entry["indirect_value"], "value", sizes)
+    if (repeated := first_repeated(v for v in values.values() if isinstance(v, ByteRange))) is not None:
+        raise IntegrityError(
+            f"{store.url}: its OCDBT tree puts so many values at the same bytes of {repeated} that they are far more "
+            "than it has: no save writes that"
+        )
     return values
 
 

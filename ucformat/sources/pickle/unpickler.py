@@ -12,6 +12,7 @@ describes. Those that only make plain values, and the stack and the memo, are in
 
 from __future__ import annotations
 
+import math
 import reprlib
 from functools import partial
 from pathlib import PurePosixPath
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
 from ucformat.schema import ITEMSIZE
+from ucformat.schema.limits import FREE_READS, MOST_READS
 from ucformat.sources.pickle.allowed import checked_key, dtype_text, resolve, sizes
 from ucformat.sources.pickle.stand_ins import (
     Inert,
@@ -82,7 +84,7 @@ _MAX_NAME = 1000  # characters of the name of a global
 # Limits that grow with the file, each with a minimum for small ones:
 _COPIES_PER_BYTE, _MIN_COPIES = 8, 1 << 20  # items that calls may copy, per byte of the file
 _COLLISIONS_PER_BYTE, _MIN_COLLISIONS = 64, 1 << 24  # possible hash collisions, per byte of the file
-_VIEWED_PER_BYTE, _MIN_VIEWED = 64, 1 << 30  # bytes of tensors, per byte of their storages
+_MAX_REPEATED = 256 << 20  # bytes of tensors that repeat elements (stride 0), in addition to these
 _MAX_SMALL = 1024
 _HASH_OF_ADDRESS: Any = object.__hash__
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, PurePosixPath)
@@ -96,7 +98,8 @@ class _Meaning:
     ) -> None:
         self.storage_nbytes, self.allow, self.exact = storage_nbytes, allow, exact
         self.storages: set[str] = set()
-        self.views = _MIN_VIEWED
+        self.tensors: set[StoredTensor] = set()
+        self.views, self.repeats = FREE_READS, _MAX_REPEATED
         self.copies = max(_MIN_COPIES, _COPIES_PER_BYTE * nbytes)
         self.collisions = max(_MIN_COLLISIONS, _COLLISIONS_PER_BYTE * nbytes)
 
@@ -124,13 +127,21 @@ class _Meaning:
         if maker.hashes:
             self.count_copied_keys(maker, args)
         made = maker.make(*args)
-        if isinstance(made, StoredTensor) and not any(a is made for a in args):
-            self.views -= made.nbytes
-            if self.views < 0:
-                raise UnsafeError(
-                    "its tensors share storages, or repeat elements, so often that they are far larger than the file"
-                )
+        if isinstance(made, StoredTensor) and made not in self.tensors:
+            self.count_views(made)
         return made
+
+    def count_views(self, tensor: StoredTensor) -> None:
+        """Limit the bytes of different tensors: any number of tied ones are read once."""
+        self.tensors.add(tensor)
+        distinct = math.prod(n for n, stride in zip(tensor.shape, tensor.strides, strict=True) if stride or not n)
+        unit = ITEMSIZE.get(tensor.dtype, 0)
+        self.views -= distinct * unit
+        self.repeats -= (tensor.size - distinct) * unit
+        if self.views < 0 or self.repeats < 0:
+            raise UnsafeError(
+                "its tensors share storages, or repeat elements, so often that they are far larger than the file"
+            )
 
     def count_copied_keys(self, maker: Maker, args: tuple[Any, ...]) -> None:
         for a in args:
@@ -246,7 +257,7 @@ class _Meaning:
             )
         if key not in self.storages:
             self.storages.add(key)
-            self.views += _VIEWED_PER_BYTE * nbytes
+            self.views += MOST_READS * nbytes
         return Storage(key, kind.dtype, nbytes)
 
 

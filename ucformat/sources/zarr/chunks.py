@@ -16,6 +16,7 @@ from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound
 from ucformat.geometry.box import Box, each_index, row_major
 from ucformat.geometry.tensor import Block, Extent
 from ucformat.reading.dtypes import numpy_dtype
+from ucformat.reading.repeats import are_repeated
 from ucformat.sources.zarr.values import DECODED, Cache, read_value, size_of, slice_value
 from ucformat.storage.base import ByteRange, Info, content_version
 from ucformat.storage.strided import checksum
@@ -275,7 +276,14 @@ class Chunks:
         if sharding.index_checked and checksum(data[:entries]) != int.from_bytes(data[entries:], "little"):
             raise IntegrityError(f"{self._label(array)}: the index of the shard {key} is damaged")
         found = np.frombuffer(data[:entries], "<u8" if sharding.index_endian == "little" else ">u8")
-        return found.astype(np.uint64).view(np.uint8).data
+        index = found.astype(np.uint64)
+        begins, sizes = np.minimum(index.reshape(-1, 2), np.uint64(size_of(shard))).astype(np.int64).T
+        if are_repeated(begins, np.minimum(begins + sizes, size_of(shard))):
+            raise IntegrityError(
+                f"{self._label(array)}: the index of the shard {key} puts so many chunks at the same bytes that they "
+                "are far more than it has"
+            )
+        return index.view(np.uint8).data
 
     def info(self, name: str) -> Info:
         """See `Decoder.info`."""

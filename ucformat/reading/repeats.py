@@ -1,0 +1,65 @@
+"""How often documents name the same bytes of files: a small file must not cost the reading of far more than its size.
+
+Names that share bytes are common: tied tensors, views of one buffer. So any byte may be named `MOST_READS` times, and
+`FREE_READS` bytes of reads come on top; then reading everything takes time in proportion to the files, whatever they
+contain. This holds without knowing their sizes, since bytes that a file lacks are not read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.schema.limits import FREE_READS, MOST_READS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.storage.base import ByteRange
+
+__all__ = ["are_repeated", "first_repeated", "repeated_bytes"]
+
+
+def repeated_bytes(begins: NDArray[np.int64], stops: NDArray[np.int64]) -> float:
+    """The bytes of reads beyond `MOST_READS` of each byte, of all ranges of one file.
+
+    Args:
+        begins: the first byte of each range.
+        stops: the byte after the last.
+    """
+    at = np.concatenate([begins, stops])
+    change = np.concatenate([np.ones(len(begins), np.int64), np.full(len(stops), -1)])
+    order = np.argsort(at, kind="stable")
+    depth = np.cumsum(change[order])[:-1]
+    return float((np.maximum(depth - MOST_READS, 0) * np.diff(at[order]).astype(np.float64)).sum())
+
+
+def are_repeated(begins: NDArray[np.int64], stops: NDArray[np.int64]) -> bool:
+    """Whether ranges of one file name its bytes far more often than any writer does.
+
+    Args:
+        begins: the first byte of each range.
+        stops: the byte after the last.
+    """
+    return len(begins) > MOST_READS and repeated_bytes(begins, stops) > FREE_READS
+
+
+def first_repeated(ranges: Iterable[ByteRange]) -> str | None:
+    """The first file whose bytes are named far more often than any writer does; None if there is none.
+
+    Args:
+        ranges: of all files, each as often as it is named.
+    """
+    by_file: dict[str, tuple[list[int], list[int]]] = {}
+    for file, offset, nbytes in ranges:
+        begins, stops = by_file.setdefault(file, ([], []))
+        begins.append(offset)
+        stops.append(offset + nbytes)
+    return next((f for f, found in by_file.items() if are_repeated(*_columns(found))), None)
+
+
+def _columns(found: tuple[Sequence[int], Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return np.array(found[0], np.int64), np.array(found[1], np.int64)
