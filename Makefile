@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 ENGINE := .engines/deepspeed/.installed
 ORBAX := .engines/orbax/.installed
 VLLM := .engines/vllm/.installed
+TITAN := .engines/torchtitan/.installed
 # Tests start thousands of processes, which would compile the package anew where Python may not write bytecode itself.
 COMPILE := $(BIN)/python -m compileall -q ucformat
 # The two environments are made side by side, and what is ready is checked meanwhile.
@@ -31,6 +32,11 @@ $(ORBAX): tests/engines/install_orbax.sh
 # 3 GB, and so installed only on demand: `make .engines/vllm/.installed`
 $(VLLM): tests/engines/install_vllm.sh
 	PYTHON=$(PYTHON) bash tests/engines/install_vllm.sh
+	touch $@
+
+# 300 MB beside what .venv has; also only on demand
+$(TITAN): tests/engines/install_torchtitan.sh $(STAMP)
+	PYTHON=$(PYTHON) bash tests/engines/install_torchtitan.sh
 	touch $@
 
 engines: $(ENGINE) $(ORBAX)

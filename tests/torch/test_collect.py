@@ -19,6 +19,7 @@ from ucformat.sources.dcp.names import dotted
 from ucformat.torch import PerRank, Rng
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.local import local_state
+from ucformat.torch.state.objects import Parts
 
 
 class Pair(NamedTuple):
@@ -326,3 +327,16 @@ def test_fsdp1_is_refused_with_a_hint() -> None:
         with pytest.raises(UnsupportedError, match="model is wrapped in FSDP1") as caught:
             collect({"model": wrapped})
         assert "fully_shard" in str(caught.value)
+
+
+def test_parts_are_one_entry() -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    parts = [torch.nn.ModuleDict({str(n): layer}) for n, layer in enumerate(layers)]
+    optimizers = [torch.optim.AdamW(part.parameters()) for part in parts]
+    together = collect({"model": Parts(parts), "optimizer": Parts(optimizers)})
+    whole = collect({"model": layers, "optimizer": torch.optim.AdamW(layers.parameters())})
+    assert together.keys == whole.keys
+    (group,) = whole.groups["optimizer",]
+    assert [name for part in together.groups["optimizer",] for name in part.params] == [*group.params]
+    with pytest.raises(UsageError, match=r"two parts of model have the entry '0\.weight'"):
+        collect({"model": Parts([layers, layers])})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +88,7 @@ class Trainer:
             "dataloader": self.loader,
             "states": {"train_state": self},
         }
-        config = options.pop("titan", None)
-        if config is None:
-            self.checkpointer = CheckpointManager(folder, interval=2, **objects, **options)
-        else:  # as torchtitan's trainer does
-            self.checkpointer = config.build(**objects, sd_adapter=None, base_folder=str(folder))
+        self.checkpointer = CheckpointManager(folder, interval=2, **objects, **options)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -199,50 +194,11 @@ def untrained(folder: Path) -> dict[str, Any]:
     return out
 
 
-def configured(folder: Path) -> dict[str, Any] | None:
-    """The same by the configuration of torchtitan; None where it is not installed."""
-    if find_spec("torchtitan") is None:
-        return None
-    from torchtitan.components.checkpointer import BaseCheckpointManager
-
-    from ucformat.torch.integrations.torchtitan_config import UniversalCheckpointManager
-
-    def config(**more: Any) -> Any:
-        made = UniversalCheckpointManager.Config(enable=True, interval=2, keep_latest_k=2, **more)
-        assert isinstance(made, BaseCheckpointManager.Config)
-        return made
-
-    first = Trainer(folder, 2, titan=config(async_mode="async", form="packed", run="titan"))
-    first.train(7)
-    first.checkpointer.maybe_wait_for_saving()
-    last = folder / "checkpoint" / "step-00000006"
-    again = Trainer(
-        folder / "again", 1, titan=config(initial_load_path=str(last), initial_load_model_only=False, folder="ck")
-    )
-    again.train(7)
-    off = Trainer(folder / "off", 1, titan=UniversalCheckpointManager.Config())
-    wrong = []
-    for more in ({"last_save_in_hf": True}, {"export_dtype": "bfloat16"}):
-        try:
-            config(**more)
-        except ValueError as error:
-            wrong.append(str(error))
-    return {
-        "differences": differences(again.held(), first.held()),
-        "losses": again.losses == {7: first.losses[7]},
-        "kept": sorted(p.name for p in (folder / "checkpoint").iterdir()),
-        "folder": sorted(p.name for p in (folder / "again" / "ck").iterdir()),
-        "run": ucformat.open(last).manifest.run,
-        "off": [off.checkpointer.load(), off.checkpointer.save(2), (folder / "off").exists()],
-        "wrong": wrong,
-    }
-
-
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
-    found = run(folder) | {"configured": configured(folder / "titan")}
+    found = run(folder)
     (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found, default=str))
     leave()
 
