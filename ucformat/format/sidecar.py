@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import reprlib
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
-__all__ = ["NO_BLOCK", "PLACED", "Columns", "Sidecar", "block_of", "decode", "encode", "encode_columns"]
+__all__ = ["NO_BLOCK", "PLACED", "Columns", "Sidecar", "block_of", "decode", "encode", "encode_columns", "joined"]
 
 #: In `block_offset`: no checksum covers the extent.
 NO_BLOCK = -1
@@ -191,6 +191,21 @@ def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
         strides=_column(chain.from_iterable(e.strides for _, e in listed)),
     )
     return encode_columns(columns, list(files))
+
+
+def joined(parts: Iterable[tuple[Columns, Sequence[str]]]) -> tuple[Columns, list[str]]:
+    """Return all extents of several parts of a checkpoint, and the keys of the files that they number.
+
+    Args:
+        parts: the extents of each, and the keys of its files.
+    """
+    files: list[str] = []
+    numbered: list[Columns] = []
+    for columns, of_part in parts:
+        numbered.append(replace(columns, file=columns.file + len(files)))
+        files += of_part
+    names = [f.name for f in fields(Columns)]
+    return Columns(**{name: np.concatenate([getattr(c, name) for c in numbered]) for name in names}), files
 
 
 def encode_columns(columns: Columns, files: Sequence[str], described: Described | None = None) -> bytes:

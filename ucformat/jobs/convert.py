@@ -28,7 +28,7 @@ from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import How, ShardJob, plan_document
 from ucformat.jobs.virtual import VirtualExtents, put_virtual
 from ucformat.jobs.weight_files import put_assets
-from ucformat.jobs.weights import WeightsJob, plan_weights
+from ucformat.jobs.weights import WeightsJob, plan_files
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
@@ -102,7 +102,8 @@ def convert(
         unprotected: with `virtual`, continue if nothing can be written beside the source's files.
         weights: `safetensors` stores the weights, or masters where only these are stored, in safetensors files with the
             configuration and the tokenizer beside them: `Checkpoint.hf_url` is a folder that Hugging Face's tools load.
-            Everything else is stored as arrays (default: everything is).
+            Everything else is stored as arrays (default: everything is). Tensors below 256 KiB are packed into files
+            beside the arrays if there are more than 1,000 of them; `materialize` writes those as arrays, too.
         verify: compare the bytes that are read with the checksums in the source's files (CRC-32 of zip records, CRC-32C
             of chunks). The manifest's `verified` lists the tensors of which all bytes were compared.
         on: where shards are written (docs/guides/cluster.md): `threads` of this process, the workers of a Dask cluster
@@ -137,10 +138,12 @@ def convert(
     attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
     try:
         if placed is None:
-            files = None if weights is None else plan_weights(source, infos, attempt.id)
+            files = plan_files(source, infos, attempt.id, weights)
             held = {} if files is None else files.tensors
             arrays = ShardJob(source, store, attempt.id, [i for i in infos if i.key not in held], how)
-            in_files = None if files is None else partial(WeightsJob, source, store, attempt.id, infos, files, how)
+            in_files = (
+                None if files is None else partial(WeightsJob, source, store, attempt.id, infos, files, how, weights)
+            )
             manifest, recorded = write(arrays, attempt, in_files)
         else:
             recorded = False
@@ -218,7 +221,7 @@ def _check_weights(source: Checkpoint, infos: Sequence[TensorInfo], weights: str
             "Face's tools load",
             hint="`ucp export safetensors` writes PEFT's files of the adapter",
         )
-    plan_weights(source, infos, "")  # raises before anything is written
+    plan_files(source, infos, "", weights)  # raises before anything is written
 
 
 def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo]:
@@ -240,7 +243,7 @@ def write(job: ShardJob, attempt: Attempt, weights: Callable[[], WeightsJob] | N
     Args:
         job: writes the arrays.
         attempt: the attempt.
-        weights: makes the job that writes the other tensors as safetensors files (default: there are none).
+        weights: makes the job that writes the other tensors (default: there are none).
 
     Returns:
         The manifest, which the caller commits, and whether there are records, which the caller then discards.
@@ -262,9 +265,9 @@ def write(job: ShardJob, attempt: Attempt, weights: Callable[[], WeightsJob] | N
         with weights() as files:
             if finishes := _run_tasks(files, job, attempt, job.total):
                 of_files, sidecar = files.finish(), files.put_sidecar()
-                held = [placed.info for placed in files.weights.tensors.values()]
+                held = [placed.info for placed in files.placed.tensors.values()]
                 verified = joined([(job.infos, verified), (held, of_files)])
-        recorded, folder, infos = recorded or files.recorded, files.weights.folder, files.infos
+        recorded, folder, infos = recorded or files.recorded, files.placed.folder, files.infos
     if not finishes:
         raise NotFinished(f"this part of {store.url} is written; another process commits it")
     by_key = {Key(doc.name, doc.state): doc for doc in arrays}

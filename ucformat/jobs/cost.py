@@ -18,7 +18,7 @@ from ucformat.jobs.profiles import profile_of
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import How, ShardJob
 from ucformat.jobs.verify import VerifyJob
-from ucformat.jobs.weights import plan_weights
+from ucformat.jobs.weights import plan_files
 from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.references import open_reference
 from ucformat.storage.upload import part_size, unit_for
@@ -114,7 +114,7 @@ def estimate(
     chosen = None if states is None else as_strings(states)
     infos = [i for i in ck.tensors.values() if chosen is None or i.state in chosen]
     check_choice("weights", weights, (None, "safetensors"))
-    planned = None if weights is None else plan_weights(ck, infos, _ATTEMPT)
+    planned = plan_files(ck, infos, _ATTEMPT, weights) if job == "convert" else None
     if planned is not None:
         infos = [i for i in infos if i.key not in planned.tensors]
     with ShardJob(ck, store, _ATTEMPT, infos, How(chunk_bytes, shard_bytes, verify=verify)) as shards:

@@ -1,7 +1,8 @@
-"""The safetensors files of a universal checkpoint: where each weight is stored in them, and in which blocks.
+"""Files of several whole tensors: where each is stored in them, and in which blocks.
 
-All of it is a pure function of the tensors and of the tied names, so all writers agree on it. Each byte is in one
-block: those of a header, those of the index, or some rows of a tensor, about 1 MiB.
+They are the safetensors files of weights, and those of small tensors. All of it is a pure function of the tensors and
+of the tied names, so all writers agree on it. Each byte is in one block: those of a header, those of the index, or some
+rows of a tensor, about 1 MiB.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ucformat.exporters.base import Span
+from ucformat.exporters.base import Span, TargetFile
 from ucformat.exporters.safetensors import files_of
 from ucformat.format.arrays import folder_names, put_file
 from ucformat.format.chunking import TILE_BYTES, chunk_shape
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
     Crcs = NDArray[np.uint32]
 
-__all__ = ["FixedBlock", "PlacedTensor", "WeightFiles", "put_assets", "weights_folder"]
+__all__ = ["FixedBlock", "PlacedFiles", "PlacedTensor", "WeightFiles", "put_assets", "small_files", "weights_folder"]
+
+_SMALL_FILE_BYTES = 64 << 20  # of a file of small tensors, at most
 
 
 def weights_folder(attempt: str, states: Iterable[str]) -> str:
@@ -175,30 +178,45 @@ class PlacedTensor:
         return start, shape, offset, shape.prod(axis=1) * self.info.itemsize
 
 
-class WeightFiles:
-    """The files, their blocks, and the tensors in them.
+def small_files(infos: Iterable[TensorInfo], attempt: str) -> list[TargetFile]:
+    """Plan the files of small tensors, by falling size of their elements, so that these are aligned.
+
+    Args:
+        infos: the tensors.
+        attempt: the attempt's name.
+    """
+    files: list[list[TensorInfo]] = []
+    nbytes = 0
+    for info in sorted(infos, key=lambda i: -i.itemsize):
+        if not files or nbytes + info.nbytes > _SMALL_FILE_BYTES:
+            files.append([])
+            nbytes = 0
+        files[-1].append(info)
+        nbytes += info.nbytes
+    return [
+        TargetFile.of(f"data/{attempt}/small-{number:05}.bin", *map(Span.whole, of_file))
+        for number, of_file in enumerate(files)
+    ]
+
+
+class PlacedFiles:
+    """Files, their blocks, and the tensors in them.
 
     Attributes:
-        folder: the key of their folder.
+        folder: the key of the folder of safetensors files; None if there are none.
         files: what is in them.
         fixed: the headers and the index.
         tensors: the tensors.
         count: the number of blocks.
 
     Args:
-        infos: the tensors, one of each name.
-        tied: the stored name of each further name.
-        folder: the key of their folder.
-        part_of: what the checkpoint is only a part of (default: it is whole).
-
-    Raises:
-        UnsupportedError: safetensors has no such dtype or name, or a header would be too large.
+        files: see above.
+        folder: see above.
     """
 
-    def __init__(self, infos: Sequence[TensorInfo], tied: Mapping[str, str], folder: str, part_of: str = "") -> None:
+    def __init__(self, files: Iterable[TargetFile], folder: str | None = None) -> None:
         self.folder = folder
-        files = files_of(infos, tied, part_of=part_of)
-        self.files = tuple(replace(f, key=f"{folder}/{f.key}", last=False) for f in files)
+        self.files = tuple(files)
         self.fixed: list[FixedBlock] = []
         self.tensors: dict[Key, PlacedTensor] = {}
         self._first: list[int] = []  # the number of the first block of each file
@@ -294,6 +312,32 @@ class WeightFiles:
         """A tensor with dims, of which an extent has no elements: of this file, if there is one."""
         with_dims = [placed for placed in self.tensors.values() if placed.edges]
         return next((placed for placed in with_dims if placed.file == file), next(iter(with_dims), None))
+
+
+class WeightFiles(PlacedFiles):
+    """The safetensors files of weights, and further files.
+
+    Args:
+        infos: the weights, one of each name.
+        tied: the stored name of each further name.
+        folder: the key of the folder of the safetensors files.
+        part_of: what the checkpoint is only a part of (default: it is whole).
+        others: the further files.
+
+    Raises:
+        UnsupportedError: safetensors has no such dtype or name, or a header would be too large.
+    """
+
+    def __init__(
+        self,
+        infos: Sequence[TensorInfo],
+        tied: Mapping[str, str],
+        folder: str,
+        part_of: str = "",
+        others: Iterable[TargetFile] = (),
+    ) -> None:
+        files = files_of(infos, tied, part_of=part_of)
+        super().__init__([*(replace(f, key=f"{folder}/{f.key}", last=False) for f in files), *others], folder)
 
 
 def _joined(columns: Iterable[NDArray[np.int64]]) -> NDArray[np.int64]:

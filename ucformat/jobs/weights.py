@@ -1,4 +1,4 @@
-"""The safetensors files that a conversion writes, as tasks, and the checksums of their blocks."""
+"""The files that a conversion writes beside arrays, of weights and of small tensors, as tasks, with their checksums."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ucformat.exporters.base import weights_of
 from ucformat.format.digest import document_digest
 from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import encode_columns
+from ucformat.format.small import packed_keys
 from ucformat.jobs.export_files import FilesJob
 from ucformat.jobs.reopen import spec_of
 from ucformat.jobs.shards import How, plan_document, planned_of
-from ucformat.jobs.weight_files import WeightFiles, weights_folder
+from ucformat.jobs.weight_files import PlacedFiles, WeightFiles, small_files, weights_folder
 from ucformat.schema.manifest import SidecarDoc, VerifiedDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.strided import checksum
@@ -28,23 +29,29 @@ if TYPE_CHECKING:
     from ucformat.jobs.finished import TaskDoc
     from ucformat.storage.base import Store
 
-__all__ = ["WeightsJob", "plan_weights"]
+__all__ = ["WeightsJob", "plan_files"]
 
 _CRC_BYTES = 4
 
 
-def plan_weights(source: Checkpoint, infos: Sequence[TensorInfo], attempt: str) -> WeightFiles:
-    """Plan the safetensors files of a conversion.
+def plan_files(
+    source: Checkpoint, infos: Sequence[TensorInfo], attempt: str, weights: str | None
+) -> PlacedFiles | None:
+    """Plan the files of a conversion that are no arrays; None if there are none.
 
     Args:
         source: the checkpoint that is converted.
         infos: the tensors that are converted.
         attempt: the attempt's name.
+        weights: `safetensors` for weights in safetensors files.
 
     Raises:
         UsageError: there are no weights.
         UnsupportedError: safetensors cannot express a tensor; the message names it.
     """
+    if weights is None:
+        packed = packed_keys(infos)
+        return PlacedFiles(small_files([i for i in infos if i.key in packed], attempt)) if packed else None
     chosen = weights_of(infos)
     if not chosen:
         raise UsageError(
@@ -52,20 +59,24 @@ def plan_weights(source: Checkpoint, infos: Sequence[TensorInfo], attempt: str) 
             hint="leave out the weights option, or convert the state weight or master too",
         )
     held = {info.key for info in chosen}
-    states = {info.state for info in infos if info.key not in held}
-    return WeightFiles(chosen, source.aliases, weights_folder(attempt, states), source.metadata.part_of)
+    others = [info for info in infos if info.key not in held]
+    packed = packed_keys(others)
+    folder = weights_folder(attempt, {info.state for info in others if info.key not in packed})
+    small = small_files([info for info in others if info.key in packed], attempt)
+    return WeightFiles(chosen, source.aliases, folder, source.metadata.part_of, small)
 
 
 class WeightsJob(FilesJob):
-    """Writes the safetensors files of a universal checkpoint, the large ones first.
+    """Writes the files of a universal checkpoint that are no arrays, the large ones first.
 
     Args:
         source: the checkpoint that is converted.
         store: the place of the new checkpoint.
         attempt: the attempt's name.
         infos: all tensors that are converted.
-        weights: the plan of the files.
+        files: the plan of the files.
         how: the options.
+        weights: as for `plan_files`.
     """
 
     kind = "convert"
@@ -76,14 +87,15 @@ class WeightsJob(FilesJob):
         store: Store,
         attempt: str,
         infos: Sequence[TensorInfo],
-        weights: WeightFiles,
+        files: PlacedFiles,
         how: How,
+        weights: str | None = "safetensors",
     ) -> None:
-        self.attempt, self.infos, self.weights, self.how = attempt, infos, weights, how
-        self._order = sorted(range(len(self.weights.files)), key=lambda n: -self.weights.files[n].nbytes)
-        self._crcs = np.zeros(self.weights.count, np.uint32)
+        self.attempt, self.infos, self.placed, self.how, self._weights = attempt, infos, files, how, weights
+        self._order = sorted(range(len(files.files)), key=lambda n: -files.files[n].nbytes)
+        self._crcs = np.zeros(files.count, np.uint32)
         self._bare: set[Key] = set()
-        super().__init__(source, store, [self.weights.files[n] for n in self._order], verify=how.verify)
+        super().__init__(source, store, [files.files[n] for n in self._order], verify=how.verify)
 
     def spec(self) -> dict[str, Any]:
         """See Job."""
@@ -96,31 +108,34 @@ class WeightsJob(FilesJob):
             "verify": self.input.verify,
             "plan": document_digest(plan_document(self.source, self.infos, self.how)),
             "grids": (self.how.chunk_bytes, self.how.shard_bytes),
+            "weights": self._weights,
         }
 
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
         """See Job."""
         source, infos, how = planned_of(spec)
-        weights = plan_weights(source, infos, spec["attempt"])
-        return cls(source, open_store(spec["store"]), spec["attempt"], infos, weights, how)
+        weights = spec["weights"]
+        files = plan_files(source, infos, spec["attempt"], weights)
+        assert files is not None  # noqa: S101 - there is a job for them
+        return cls(source, open_store(spec["store"]), spec["attempt"], infos, files, how, weights)
 
     def write_task(self, task: int) -> tuple[bool, bytes]:
         """See FilesJob."""
-        sums = _BlockSums(self.weights.block_sizes(self._order[task]).tolist())
+        sums = _BlockSums(self.placed.block_sizes(self._order[task]).tolist())
         bare = self.write(self.files[task], sums.take)
         return bare, np.array(sums.done, "<u4").tobytes()
 
     def take_crcs(self, task: TaskDoc) -> None:
         """See FilesJob."""
         number = self._order[task.task]
-        blocks, found = self.weights.numbers(number), np.frombuffer(bytes.fromhex(task.crcs), "<u4")
+        blocks, found = self.placed.numbers(number), np.frombuffer(bytes.fromhex(task.crcs), "<u4")
         if len(found) != len(blocks):  # a record of something else: the file is written again
             self.finished.discard(task.task)
             return
         self._crcs[blocks.start : blocks.stop] = found
         if task.bare:
-            self._bare.update(key for key, placed in self.weights.tensors.items() if placed.file == number)
+            self._bare.update(key for key, placed in self.placed.tensors.items() if placed.file == number)
 
     def finish(self) -> VerifiedDoc:
         """Complete the checksums of the source; call it when all tasks are finished.
@@ -133,14 +148,14 @@ class WeightsJob(FilesJob):
             Conflict: a file of the source has changed.
         """
         self.check_source()
-        infos = [placed.info for placed in self.weights.tensors.values()]
+        infos = [placed.info for placed in self.placed.tensors.values()]
         verifier = self.input.verifier
         return VerifiedDoc(default=False) if verifier is None else verifier.described(infos, self._bare)
 
     def put_sidecar(self) -> SidecarDoc:
         """Write the sidecar, with the extents of the tensors in the files; call it when all tasks are finished."""
         number = {info.key: n for n, info in enumerate(self.infos)}
-        data = encode_columns(*self.weights.columns(number, self._crcs))
+        data = encode_columns(*self.placed.columns(number, self._crcs))
         tensors = TensorTable.of(TensorDoc(i.name, i.state, i.dtype, i.shape) for i in self.infos)
         return put_sidecar(self.store, f"data/{self.attempt}", data, tensors)
 
@@ -150,7 +165,7 @@ class _BlockSums:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
-        self._left, self._crc = sizes[0], 0
+        self._left, self._crc = sizes[0] if sizes else 0, 0
         self.done: list[int] = []
 
     def take(self, data: memoryview) -> None:

@@ -143,17 +143,7 @@ def split(held: Held) -> tuple[Held, Held]:
     numbers: tuple[list[int], list[int]] = ([], [])
     for number, item in enumerate(held.items):
         numbers[item.info.key not in chosen].append(number)
-    return _part(held, numbers[0], {}), _part(held, numbers[1], held.objects)
-
-
-def _part(held: Held, numbers: Sequence[int], objects: Mapping[str, object]) -> Held:
-    return Held(
-        [held.items[n] for n in numbers],
-        [held.distributions[n] for n in numbers],
-        held.aliases,
-        objects,
-        lambda item, piece: held.elements(numbers[item], piece),
-    )
+    return held.part(numbers[0], {}), held.part(numbers[1], held.objects)
 
 
 def plan_in_place(

@@ -19,7 +19,7 @@ from ucformat.format.distribution import Distribution, RankMesh
 from ucformat.format.encoding import check_values
 from ucformat.format.extents import put_sidecar
 from ucformat.format.objects import put_objects
-from ucformat.format.sidecar import encode_columns
+from ucformat.format.sidecar import encode_columns, joined
 from ucformat.format.structure import per_rank_problems, refuse
 from ucformat.format.universal import group_doc
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
@@ -40,13 +40,14 @@ from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.saving.in_place import WrittenParts, block_crcs
 from ucformat.torch.saving.rank_values import RankValues
-from ucformat.torch.saving.write import Leaves, sidecar_of
+from ucformat.torch.saving.write import Leaves, packed_extents, sidecar_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ucformat.format.arrays import Array
     from ucformat.format.commit import Attempt
+    from ucformat.format.sidecar import Columns
     from ucformat.storage.base import Store
     from ucformat.torch.saving.assignment import GlobalPlan
     from ucformat.torch.saving.in_place import InPlace
@@ -286,6 +287,7 @@ def manifest_of(
     arrays: Sequence[Array],
     written: WriteReport,
     weights: InPlace | None = None,
+    small: GlobalPlan | None = None,
 ) -> Manifest:
     """Write the sidecar and the objects, and return the manifest; all other files must be durable.
 
@@ -298,18 +300,23 @@ def manifest_of(
         arrays: all of the Zarr form.
         written: the report of all ranks.
         weights: of the safetensors form, those that are no arrays.
+        small: of the small tensors, if they are packed beside arrays.
+
+    Raises:
+        UsageError: what is one tensor for some ranks are several for others.
     """
     data, sidecar, grid = f"data/{attempt.id}", None, None
     if options.form == "packed":
         sidecar = sidecar_of(plan, data)
         tensors = plan.table or TensorTable.of(())
     else:
-        in_files: list[TensorDoc] = []
-        if weights is not None and weights.plan is not None:
-            listed = zip(weights.plan.infos, weights.plan.paths, strict=True)
-            in_files = [TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in listed]
-            number = {info.key: n for n, info in enumerate(weights.plan.infos)}
-            sidecar = encode_columns(*weights.files.columns(number, block_crcs(weights.files, written.parts.sums)))
+        others = [one for one in (small, None if weights is None else weights.plan) if one is not None]
+        if others:
+            _check_distinct(plan, *others)
+        listed = [row for one in others for row in zip(one.infos, one.paths, strict=True)]
+        in_files = [TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in listed]
+        if in_files:
+            sidecar = _extents_beside(small, weights, written, data)
         grid = grid_doc(options.chunk_bytes, options.shard_bytes) if arrays or not in_files else None
         leaves: dict[Key, dict[tuple[int, ...], bytes]] = {a.info.key: {} for a in arrays}
         for key, at, found in written.leaves:
@@ -350,6 +357,39 @@ def manifest_of(
         ),
         tensors=tensors,
     )
+
+
+def _check_distinct(*plans: GlobalPlan) -> None:
+    """Raise UsageError if a tensor is in two parts, because ranks disagree on its size, or two have one path."""
+    seen: set[Key] = set()
+    paths: set[Path] = set()
+    for plan in plans:
+        keys, at = {info.key for info in plan.infos}, {path for of in plan.paths for path in of}
+        if both := seen & keys:
+            raise UsageError(
+                f"{min(both)} has different shapes or dtypes on the ranks", hint="give each tensor one name of its own"
+            )
+        if same := paths & at:
+            raise UsageError(
+                f"{min('.'.join(map(str, path)) for path in same)} is not the same tensor on all ranks",
+                hint='use the same keys on all ranks, and keep the model under "model"',
+            )
+        seen |= keys
+        paths |= at
+
+
+def _extents_beside(small: GlobalPlan | None, weights: InPlace | None, written: WriteReport, folder: str) -> bytes:
+    """The sidecar of the tensors that are no arrays: small ones, then weights."""
+    parts: list[tuple[Columns, Sequence[str]]] = []
+    described, first = None, 0
+    if small is not None:
+        columns, files, described = packed_extents(small, folder)
+        parts.append((columns, files))
+        first = len(small.infos)
+    if weights is not None and weights.plan is not None:
+        number = {info.key: n for n, info in enumerate(weights.plan.infos, first)}
+        parts.append(weights.files.columns(number, block_crcs(weights.files, written.parts.sums)))
+    return encode_columns(*joined(parts), described)
 
 
 def _per_rank(store: Store, folder: str, values: RankValues, ranks: int) -> PerRankDoc | None:

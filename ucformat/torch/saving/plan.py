@@ -53,6 +53,21 @@ class Held(NamedTuple):
     objects: Mapping[str, Any]
     elements: Callable[[int, int], Elements]
 
+    def part(self, numbers: Sequence[int], objects: Mapping[str, Any]) -> Held:
+        """Return what the rank saves of some items.
+
+        Args:
+            numbers: of the items.
+            objects: those that belong to the part.
+        """
+        return Held(
+            [self.items[n] for n in numbers],
+            [self.distributions[n] for n in numbers],
+            self.aliases,
+            objects,
+            lambda item, piece: self.elements(numbers[item], piece),
+        )
+
 
 class Assignment(NamedTuple):
     """This rank's assignment: its part of the plan, the attempt, and the names of the objects that it provides."""

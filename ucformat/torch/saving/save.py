@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ucformat.errors import Uncertain
 from ucformat.format.arrays import put_array, put_groups
@@ -36,6 +36,7 @@ from ucformat.torch.saving.manifest import (
 )
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.plan import Held, plan_save
+from ucformat.torch.saving.small import plan_small, split_small
 from ucformat.torch.saving.write import Leaves, write_packed, write_shards
 from ucformat.torch.state.elements import elements_of, elements_within, host_memory
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.assignment import GlobalPlan
     from ucformat.torch.saving.in_place import InPlace
     from ucformat.torch.saving.plan import Assignment
+    from ucformat.torch.saving.small import SmallPart
     from ucformat.torch.state.elements import Elements, Memory
     from ucformat.torch.state.local import LocalState
 
@@ -111,21 +113,18 @@ def write_checkpoint(
 
     distributions = [None if n < 0 else state.distributions[n] for n in state.distributed] or [None] * len(items)
     held = Held(items, distributions, state.aliases, state.objects, elements)
-    in_place = None
-    if options.form == "safetensors":
-        held, assignment, attempt, plan, in_place = _plan_in_place(group, options, store, held)
-    else:
-        assignment, attempt, plan = plan_save(group, options, store, held)
+    parts = _plan_parts(group, options, store, held)
+    assignment, attempt, plan = parts.assignment, parts.attempt, parts.plan
     planned = time.monotonic()
     arrays: list[Array] = []  # all of the checkpoint, on rank 0
     try:
         if plan is not None and options.form != "packed":
             arrays = options.arrays(plan.infos, assignment.attempt)
-        leaves, parts, nbytes = _write(held, in_place, options, assignment, store, group, progress, threads, arrays)
+        leaves, in_files, nbytes = _write(parts, options, store, group, progress, threads, arrays)
         now = time.monotonic()
         objects = {k: state.objects[k] for k in assignment.object_names}
         stall = state.stall or now - begun
-        written: Any = write_report(group.rank, state, leaves, objects, nbytes, now - planned, stall, parts)
+        written: Any = write_report(group.rank, state, leaves, objects, nbytes, now - planned, stall, in_files)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         written = error
 
@@ -138,9 +137,10 @@ def write_checkpoint(
         assert attempt is not None  # noqa: S101 - rank 0 has both
         assert plan is not None  # noqa: S101
         nonlocal needed
-        if in_place is not None:
-            complete_uploads(store, in_place, all_written.parts.etags)
-        manifest = manifest_of(store, options, metadata, attempt, plan, arrays, all_written, in_place)
+        if parts.in_place is not None:
+            complete_uploads(store, parts.in_place, all_written.parts.etags)
+        small = None if parts.small is None else parts.small.plan
+        manifest = manifest_of(store, options, metadata, attempt, plan, arrays, all_written, parts.in_place, small)
         needed = True  # also if the commit is interrupted
         try:
             done = commit(store, attempt, manifest)
@@ -152,34 +152,56 @@ def write_checkpoint(
     try:
         checkpoint: str = group.combine(written, merge_reports, WriteReport, committed, str, relay)
     except BaseException:
-        if attempt is not None and in_place is not None and not needed:
-            abort_uploads(store, in_place)
+        if attempt is not None and parts.in_place is not None and not needed:
+            abort_uploads(store, parts.in_place)
         if attempt is not None and group.intact and not needed:
             discard(store, attempt.id)
         raise
     return Saved(options.url, checkpoint, nbytes, planned - begun, time.monotonic() - planned)
 
 
-def _plan_in_place(
-    group: Group, options: SaveOptions, store: Store, held: Held
-) -> tuple[Held, Assignment, Attempt | None, GlobalPlan | None, InPlace]:
-    """Plan the safetensors form: what this rank holds besides weights, its plan, and that of weights."""
-    with group.sharing_errors():
-        weights, others = split(held)
-    assignment, attempt, plan = plan_save(group, options, store, others)
+class _Parts(NamedTuple):
+    """The plans of a save, in the order in which its parts are planned.
+
+    Attributes:
+        held: what this rank saves as arrays, or in the packed form.
+        assignment: its assignment of that.
+        attempt: on rank 0, the attempt.
+        plan: on rank 0, that of all ranks.
+        small: small tensors, if they are packed beside arrays.
+        in_place: the weights of the safetensors form.
+    """
+
+    held: Held
+    assignment: Assignment
+    attempt: Attempt | None
+    plan: GlobalPlan | None
+    small: SmallPart | None = None
+    in_place: InPlace | None = None
+
+
+def _plan_parts(group: Group, options: SaveOptions, store: Store, held: Held) -> _Parts:
+    if options.form == "packed":
+        return _Parts(held, *plan_save(group, options, store, held))
+    weights, small = None, None
+    if options.form == "safetensors":
+        with group.sharing_errors():
+            weights, held = split(held)
+    small, held = split_small(group, held)
+    assignment, attempt, plan = plan_save(group, options, store, held)
     try:
-        return others, assignment, attempt, plan, plan_in_place(group, options, store, weights, plan, attempt)
+        packed = None if small is None else plan_small(group, options, store, small, attempt)
+        in_place = None if weights is None else plan_in_place(group, options, store, weights, plan, attempt)
     except BaseException:
         if attempt is not None and group.intact:
             discard(store, attempt.id)
         raise
+    return _Parts(held, assignment, attempt, plan, packed, in_place)
 
 
 def _write(
-    held: Held,
-    in_place: InPlace | None,
+    parts: _Parts,
     options: SaveOptions,
-    assignment: Assignment,
     store: Store,
     group: Group,
     progress: Callable[[int], None],
@@ -191,6 +213,7 @@ def _write(
     Returns:
         digests of the chunks that it wrote in the Zarr form, what `write_in_place` has returned, and the bytes.
     """
+    held, assignment, small = parts.held, parts.assignment, parts.small
     nbytes, counting = 0, threading.Lock()
 
     def wrote(n: int) -> None:
@@ -199,15 +222,14 @@ def _write(
             nbytes += n
             progress(n)
 
+    def write_pieces(packed: Held, pieces: Sequence[tuple[int, int]]) -> None:
+        boxes = [(of.info, of.boxes[p], packed.elements(item, p)) for item, p in pieces for of in (packed.items[item],)]
+        write_packed(store, packed_file(f"data/{assignment.attempt}", group.rank), boxes, wrote)
+
     leaves: Leaves = []
-    parts = WrittenParts()
+    in_files = WrittenParts()
     if options.form == "packed":
-        pieces = [
-            (of.info, of.boxes[p], held.elements(item, p))
-            for item, p in assignment.part.pieces
-            for of in (held.items[item],)
-        ]
-        write_packed(store, packed_file(f"data/{assignment.attempt}", group.rank), pieces, wrote)
+        write_pieces(held, assignment.part.pieces)
     else:
         arrays = assignment.arrays(options)
         leaves = write_shards(
@@ -228,10 +250,12 @@ def _write(
             for array in every:
                 if not array.grid.count:  # no rank writes a shard of it
                     put_array(store, array)
-    if in_place is not None:  # after the exchange, for which other ranks wait
-        parts = write_in_place(store, in_place, group, wrote, threads)
+    if parts.in_place is not None:  # after the exchange, for which other ranks wait
+        in_files = write_in_place(store, parts.in_place, group, wrote, threads)
+    if small is not None:
+        write_pieces(small.held, small.pieces)
     store.flush()
-    return leaves, parts, nbytes
+    return leaves, in_files, nbytes
 
 
 _NO_METADATA = SaveMetadata()
@@ -272,7 +296,8 @@ def save(
         form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes one file per rank
             without communication, which can be opened alike, and which `ucp materialize` converts to arrays;
             `safetensors` writes the weights to files that Hugging Face's tools load (`Checkpoint.hf_url`), each rank
-            its own parts, and everything else as arrays.
+            its own parts, and everything else as arrays. Tensors below 256 KiB are packed instead of arrays if there
+            are more than 1,000 of them, since each array is two files.
         assets: a folder whose `config.json`, tokenizer and similar files are stored, too. The `config.json` of a model
             of transformers in the state, or the `adapter_config.json` of PEFT's, is stored by default.
         overwrite: replace an existing checkpoint, which stays intact until the new one is committed.

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.format.arrays import Array
+    from ucformat.format.described import Described
     from ucformat.format.sidecar import Column
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Piece, TensorInfo
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.assignment import Fragment, GlobalPlan, ShardBatch, ShardTask, Transfer
     from ucformat.torch.state.elements import Elements, Memory
 
-__all__ = ["Leaves", "exchange", "sidecar_of", "write_packed", "write_shards"]
+__all__ = ["Leaves", "exchange", "packed_extents", "sidecar_of", "write_packed", "write_shards"]
 
 T = TypeVar("T")
 
@@ -112,6 +113,16 @@ def sidecar_of(plan: GlobalPlan, folder: str) -> bytes:
         plan: of all ranks.
         folder: the `data` folder of the attempt.
     """
+    return encode_columns(*packed_extents(plan, folder))
+
+
+def packed_extents(plan: GlobalPlan, folder: str) -> tuple[Columns, list[str], Described | None]:
+    """Return the extents of the packed form that are listed, the files that they number, and what is described.
+
+    Args:
+        plan: of all ranks.
+        folder: the `data` folder of the attempt.
+    """
     described = plan.described and plan.described.in_folder(folder)
     have_files = set(described.ranks.tolist() if described and plan.pieces else ())
     number = {tensor.info.key: n for n, tensor in enumerate(plan.tensors, len(plan.infos) - len(plan.tensors))}
@@ -152,7 +163,7 @@ def sidecar_of(plan: GlobalPlan, folder: str) -> bytes:
         ),
         tile=joined((0,) * len(tile) if whole else tile for _, _, tile, whole in stored),
     )
-    return encode_columns(columns, files, described)
+    return columns, files, described
 
 
 #: The tensor, index of the shard in the grid, digests of its chunks.
