@@ -320,6 +320,34 @@ def described_files(columns: Columns | None = None, **changed: Any) -> Files:
     return packed_files({**found, **(columns or {})}, files, [], described=told)
 
 
+def mixed_files(flat: Files) -> Files:
+    """Arrays, and beside them small tensors: one that the sidecar lists, one that it describes."""
+    packed = {("a", "step"), ("ü/.b", "weight")}
+    made = Manifest.model_validate_json(flat["manifest.json"])
+    folders = [f"{t.path}/" for t in made.tensors if (t.name, t.state) in packed]
+    docs = [TensorDoc(t.name, t.state, t.dtype, t.shape) if (t.name, t.state) in packed else t for t in made.tensors]
+    number = {(t.name, t.state): n for n, t in enumerate(docs)}
+    step, vector = (arrays()[key].tobytes() for key in [("a", "step"), ("ü/.b", "weight")])
+    block = (number["ü/.b", "weight"], 0, 0, 0, len(vector), crc32c(vector))
+    columns: Columns = {name: [value] for name, value in zip(ROWS, block, strict=True)}
+    columns |= {"start": [0], "shape": [len(vector)], "strides": [1]}
+    columns |= {"described": [number["a", "step"]], "distribution": [0], "writer": [0], "position": [0]}
+    columns["described_tile"] = []
+    told = {"tensors": 1, "folder": DATA, "meshes": [{"sizes": [1], "strides": [1]}], "distributions": [{"mesh": 0}]}
+    data = sidecar(columns, [f"{DATA}/small-00000.bin"], described=json.dumps(told))
+    path = f"{DATA}/extents.safetensors"
+    doc = SidecarDoc(path=path, nbytes=len(data), digest=bytes_digest(data))
+    changed = made.model_copy(update={"tensors": TensorTable.of(docs), "sidecar": doc})
+    gone = (*folders, f"{DATA}/step/")
+    return {
+        **{key: data for key, data in flat.items() if not key.startswith(gone)},
+        f"{DATA}/small-00000.bin": vector,
+        f"{DATA}/rank-00000.bin": step + placed_in("rank-00000", 0, step),
+        path: data,
+        "manifest.json": manifest_bytes(changed),
+    }
+
+
 def virtual_files() -> Files:
     """One whose files lie elsewhere; `manifest.json.in` still lacks its place and its digest."""
     columns, files = rows()
@@ -470,6 +498,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "packed-permuted": ("the rows of the sidecar in another order", packed_files(permuted, files), expected()),
         "safetensors": ("a safetensors file, whose header has a block", safetensors_files(), expected()),
         "described": ("tensors that the sidecar describes", described_files(), expected()),
+        "mixed": ("small tensors beside arrays, listed and described", mixed_files(flat), all_of_it),
         "required": ("no member of the manifest but those that are required", edited(flat, lambda m: [m.pop(k) for k in [*m] if k not in few]), expected()),
         "unknown": ("unknown members, an unknown state", edited(renamed, unknown), tomorrow),
         "spelled-out": ("a table of tensors that is longer than it need be", edited(flat, spelled_out), all_of_it),
