@@ -7,7 +7,7 @@ import random
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.exporters.safetensors import files_of
+from ucformat.format import small
 from ucformat.format.commit import abandon
 from ucformat.jobs import weight_files
 from ucformat.jobs.compare import compare
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from tests.exporters.sources import Arrays
     from ucformat.checkpoint import Checkpoint
 
+WEIGHTS: tuple[Literal["safetensors"] | None, ...] = (None, "safetensors")
 SIZES: dict[str, Any] = {"chunk_bytes": 256, "shard_bytes": 1 << 11}
 
 
@@ -107,6 +109,20 @@ def test_any_state_is_the_same_in_this_form(seed: int, tmp_path_factory: pytest.
         if t.state == "exp_avg":
             assert t.path is not None  # an array
             assert t.digest is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small, "MOST_SMALL_ARRAYS", seed % 3)
+        patch.setattr(small, "SMALL_BYTES", 1 + seed % 50)
+        patch.setattr(weight_files, "_SMALL_FILE_BYTES", 1 + seed % 100)
+        for weights in WEIGHTS:
+            mixed = ucformat.convert(opened(arrays, assets=()), folder / f"mixed-{weights}", **SIZES, weights=weights)
+            intact(ucformat.open(folder / f"mixed-{weights}"), arrays)
+            second = reader.Checkpoint(folder / f"mixed-{weights}")
+            assert [data for _, data in second] == [a.tobytes() for a in arrays.values()]
+            packed = {(t.name, t.state) for t in mixed.manifest.tensors if t.path is None}
+            chosen = {key: a for key, a in arrays.items() if weights is None or key not in stored}
+            little = {key for key, a in chosen.items() if a.nbytes < small.SMALL_BYTES}
+            expected = little if len(little) > small.MOST_SMALL_ARRAYS else set()
+            assert packed == expected | (stored if weights else set())
 
 
 @pytest.mark.parametrize(

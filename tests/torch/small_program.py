@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from tests.torch.faults_program import error_of, sharded
 from ucformat.torch import PerRank, load, save
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 #: So many tensors of each kind; together more than are stored as arrays.
 EACH = 350

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import ucformat
 import ucformat.torch as ucf
+from ucformat.format import small
 from ucformat.sources.dcp.names import dotted
 
 if TYPE_CHECKING:
@@ -36,10 +37,19 @@ def _converted(state: State, url: Path) -> None:
     ucformat.convert(url.with_name("stock-first"), url)
 
 
+def _mixed(state: State, url: Path) -> None:
+    """Scalars and pairs are packed, as in a checkpoint that has many small tensors, other tensors are arrays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small, "MOST_SMALL_ARRAYS", 0)
+        patch.setattr(small, "SMALL_BYTES", 9)
+        ucf.save(state, url)
+
+
 WRITERS: dict[str, Callable[[State, Path], Any]] = {
     "Writer": lambda state, url: dcp.save(state, storage_writer=ucf.Writer(url), no_dist=True),
     "packed": lambda state, url: dcp.save(state, storage_writer=ucf.Writer(url, form="packed"), no_dist=True),
     "save": ucf.save,
+    "mixed": _mixed,
     "stock": _stock,
     "converted": _converted,
 }
