@@ -88,7 +88,7 @@ def test_a_file_in_the_folder_of_a_rank(tmp_path: Path) -> None:
             refused(path.parent)
             assert open_checkpoint(path.parent, options={"part": True}).metadata.part_of
             path.unlink()
-    for name in ("llama-tp8-merged", "stage2", "rank_8/adapter", "node3", "frank_1", "1-of-1", "lora_rank_8"):
+    for name in ("llama-tp8-merged", "stage2", "rank_8/adapter", "node3", "frank_1", "1-of-1", "lora_rank_8", "part1"):
         saved(tmp_path / name / "model.safetensors")
         assert not open_checkpoint(tmp_path / name).metadata.part_of, name
 

@@ -46,7 +46,7 @@ _RANK = re.compile(_LABEL.format("(?:(?:tp|pp|mp|dp|ep|fsdp)[-_])?rank|tp|pp|mp|
 _PHASE = re.compile(_LABEL.format("stage|chunk|slice|piece|split"))  # of a pipeline, or of a training
 _DEVICE = re.compile(_LABEL.format("gpu|device|host|node|worker|proc|process|dp|experts?|layers?"))
 _RANK_FOLDER = re.compile(
-    r"(?:.*[-_.])?(?:rank|shard|part|partition)[-_.=]?\d{1,9}(?:_\d{1,9})*|(?:(?:tp|pp|mp|cp|etp|ep|dp)[-_.=]?\d{1,9}[-_.]?)+"
+    r"(?:.*[-_.])?(?:rank|shard|partition)[-_.=]?\d{1,9}(?:_\d{1,9})*|(?:(?:tp|pp|mp|cp|etp|ep|dp)[-_.=]?\d{1,9}[-_.]?)+"
 )
 _VERL = re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt")
 _LOW_RANK = re.compile(r"lora|dora|adapter|low[-_]?rank|galore")  # whose rank is a size
