@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import struct
 import zipfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -39,11 +41,13 @@ from ucformat.storage.local import LocalStore
 from ucformat.torch.state.elements import host_memory
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
     from tests.cli.conftest import Run
 
 __all__ = ["run"]  # the fixture
+
+DATA = Path(__file__).parent / "data"
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:ComplexHalf support", "ignore:.*uantize", "ignore:torch.distributed is disabled"
@@ -291,6 +295,77 @@ def test_a_dtype_that_nobody_knows_refuses_only_its_tensor(make: Any, tmp_path: 
     assert list(ck.view([{"rename": "(bad)", "to": "worse"}]).unreadable) == [("bad", "weight")]
     assert list(ck.view([{"rename": "/(bad)/", "to": r"\1.x"}]).unreadable) == [("bad.x", "weight")]
     assert not ck.view([{"keep": "a"}]).unreadable
+
+
+def with_unknown_dtype(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change the value of a file of torch.save, whose tensors of uint16 are then of a dtype of a future version."""
+    torch.save(change(torch.load(path, weights_only=False)), path)
+    with zipfile.ZipFile(path) as saved:
+        members = {name: saved.read(name) for name in saved.namelist()}
+    with zipfile.ZipFile(path, "w") as out:
+        for name, data in members.items():
+            out.writestr(name, rename_dtype(data) if name.endswith("data.pkl") else data)
+
+
+def one_unknown(*path: str) -> Callable[[Any], Any]:
+    def change(value: Any) -> Any:
+        inner = value
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = torch.zeros(inner[path[-1]].shape, dtype=torch.uint16)
+        return value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("folder", "pattern", "where", "unreadable"),
+    [
+        (
+            "deepspeed/universal-z1/ckpt",
+            "model.norm.weight/exp_avg.pt",
+            ("param",),
+            {("model.norm.weight", "exp_avg")},
+        ),
+        (
+            "deepspeed/tp2-z0/ckpt",
+            "mp_rank_0?_model_states.pt",
+            ("module", "model.norm.weight"),
+            {("model.norm.weight", state) for state in ("weight", "exp_avg", "exp_avg_sq", "step")},
+        ),
+        (
+            "megatron/tp2-tied/classic",
+            "model_optim_rng.pt",
+            ("model", "decoder.final_layernorm.weight"),
+            {("decoder.final_layernorm.weight", state) for state in ("weight", "exp_avg", "exp_avg_sq", "step")},
+        ),
+    ],
+)
+def test_an_unknown_dtype_in_files_of_engines(
+    tmp_path: Path, folder: str, pattern: str, where: tuple[str, ...], unreadable: set[tuple[str, str]]
+) -> None:
+    """The tensor is refused; if it is a weight, then so are its states, which are cut as it is."""
+    whole = ucformat.open(DATA / folder)
+    place = shutil.copytree(DATA / folder, tmp_path / "src")
+    for path in place.rglob(pattern):
+        with_unknown_dtype(path, one_unknown(*where))
+    ck = ucformat.open(place)
+    assert set(ck.unreadable) == unreadable
+    assert set(ck.tensors) == set(whole.tensors) - unreadable
+    assert all(same(ck[key].read(), whole[key].read()) for key in ck.tensors)
+    with pytest.raises(UnsupportedError, match="float9"):
+        convert(ck, tmp_path / "out")
+
+
+def test_an_unknown_dtype_in_bytecheckpoint(tmp_path: Path) -> None:
+    place = shutil.copytree(DATA / "bytecheckpoint" / "fsdp" / "ckpt", tmp_path / "src")
+    whole = ucformat.open(place)
+    path = place / "global_step_2" / "model" / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"float32", b"float99"))
+    ck = ucformat.open(place)
+    assert {state for _, state in ck.unreadable} == {"weight"}
+    assert set(ck.tensors) == {key for key in whole.tensors if key.state != "weight"}
+    assert all(same(ck[key].read(), whole[key].read()) for key in ck.tensors)
 
 
 def test_quantized_tensors_are_not_saved(tmp_path: Path) -> None:

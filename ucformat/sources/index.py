@@ -129,6 +129,17 @@ class TensorIndex:
         self.unreadable[key] = reason
         self.taken.setdefault(key.name, 1)
 
+    def refused_with(self, key: Key) -> str | None:
+        """Why a tensor cannot be read: it or the weight of its parameter is `unreadable`; None if neither is.
+
+        Args:
+            key: its name and state.
+        """
+        if (reason := self.unreadable.get(key)) is not None:
+            return reason
+        reason = self.unreadable.get(Key(key.name, "weight"))
+        return None if reason is None else f"is a state of a parameter whose weight {reason}"
+
     def _check_new(self, key: Key) -> None:
         if key in self.infos or key in self.unreadable:
             raise IntegrityError(f"the checkpoint has two tensors {key}")

@@ -24,6 +24,7 @@ from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.view import Part, View
+from ucformat.schema import ITEMSIZE
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.storage.concurrency import map_io
@@ -150,7 +151,7 @@ def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Ato
 
 
 def _atom(file: TorchFile, state: str, tensor: StoredTensor, *, bare: bool = False) -> Atom:
-    extents = tuple(file.whole(tensor))
+    extents = tuple(file.whole(tensor)) if tensor.dtype in ITEMSIZE else ()  # else it is unreadable
     return Atom(file.key, state, None, tensor.dtype, tensor.shape, lambda _: iter(extents), bare)
 
 

@@ -38,7 +38,12 @@ class Merged:
         shapes = [_shapes(stage) for stage in stages]
         described = (name for slices in stages for name in slices[0].model.described)
         resolver.recognise({name: parts for of in shapes for name, parts in of.items()}, described)
+        for slices in stages:
+            for one in slices:
+                self.contents.unreadable |= one.contents.unreadable
         for stage, of in zip(stages, shapes, strict=True):
+            for name in [n for n in of if self.contents.refused_with(Key(n, "weight"))]:
+                del of[name]
             self._homes.update((name, stage) for name in of if name not in self._homes)
         for stage, of in zip(stages, shapes, strict=True):
             self._add_stage(stage, of)
@@ -48,10 +53,11 @@ class Merged:
         buffers = frozenset().union(*(s.model.buffers for s in slices))
         shardings = self._resolver.decide(shapes, buffers, self._verdict)
         for key in first.infos:
-            if key not in first.large:
+            if (reason := self.contents.refused_with(key)) is not None:
+                self.contents.unreadable[key] = reason
+            elif key not in first.large:
                 self._add(key, slices, shapes[key.name], shardings[key.name])
         for of in slices:
-            self.contents.unreadable |= of.contents.unreadable
             for key in of.contents.large:
                 info = of.contents.infos[key]
                 self.contents.put(info, of.contents.locate[key])

@@ -112,6 +112,10 @@ class OpenClassic:
             self.contents.unreadable |= rank.contents.unreadable
             for key in rank.contents.infos:
                 holders.setdefault(key, {}).setdefault(t, []).append(rank)
+        for key in list(holders):
+            if (reason := self.contents.refused_with(key)) is not None:
+                self.contents.unreadable[key] = reason
+                del holders[key]
         weights = [k for k in holders if k.state == "weight"]
         for key, found in holders.items():
             if sorted(found) != list(range(self._degree)):
