@@ -22,6 +22,7 @@ __all__ = ["find_unread", "small_enough"]
 _MAX_FILE_BYTES = 1 << 20  # of a file that is kept
 _MAX_KEPT_BYTES = 32 << 20  # of all that are kept
 _MAX_KEPT = 256
+_SCRIPTS = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})  # that DeepSpeed copies beside each checkpoint
 _ATTEMPT = re.compile(r"(.+/)attempts/[0-9a-f]{20}\.json")  # in the folder of a universal checkpoint
 
 
@@ -69,8 +70,8 @@ def _is_part(key: str, below: str) -> bool:
 
 
 def _is_record(key: str, below: str) -> bool:
-    """Whether a file only names the last checkpoint of the run, or is ucformat's own record of the checkpoint."""
-    if "/" not in key and key in TRACKERS:
+    """Whether a file has no state: it names the last checkpoint, is an engine's script, or a record of ours."""
+    if key in TRACKERS or key.rpartition("/")[2] in _SCRIPTS:
         return True
     own = key.removeprefix(below)
     return own in (CATALOG_DOCUMENT, TOMBSTONE) or own.startswith(f"{NEEDED_BY}/")
