@@ -52,8 +52,11 @@ def test_under_another_layout(tmp_path: Path, layout: dict[str, int]) -> None:
         assert manager.restore_latest(state) is not None
         manager.save(4, state)
         manager.save(5, state)
-    found = [edges(tmp_path / "run" / f"step-0000000{n}")[0][:2] for n in (4, 5)]
-    assert found == [(k, str(tmp_path / "run" / f"step-0000000{n}")) for k, n in (("reshard", 3), ("resume", 4))]
+    for n in (4, 5):  # each says what the launch began with
+        assert edges(tmp_path / "run" / f"step-0000000{n}")[0][:2] == (
+            "reshard",
+            str(tmp_path / "run" / "step-00000003"),
+        )
 
 
 def test_from_the_files_of_an_engine(tmp_path: Path) -> None:
