@@ -336,7 +336,7 @@ class TestReferences:
         assert catalog.get("run7@5").id == catalog.get("run7@latest").id == universal.id
         catalog.record(manifest(3, step=5), "/data/run7/5b")
         for ref in ("run7@5", "run7@latest"):
-            with pytest.raises(UsageError, match="several|2 lines"):
+            with pytest.raises(UsageError, match=r"several|2 lines"):
                 catalog.get(ref)
 
 

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pydantic import ValidationError
 
 from tests.catalog.acts import actions, purge, put, rows
 from tests.catalog.manifests import manifest, tensor
@@ -40,13 +41,14 @@ class TestHostileText:
     @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
     def test_any_text_is_kept(self, catalog: Catalog, text: str) -> None:
         kept = text.replace("\0", "\ufffd").replace("\ud83e", "\ufffd")
+        value = text.replace("\ud83e", "\ufffd")  # no manifest has the half of a character in these
         doc = manifest(
             1,
             text,
             5,
             metrics={text: 1.0},
-            config={text: {"x": [text, NAN, -INF, None, "\0"]}},
-            layout={text: text},
+            config={value: {"x": [value, NAN, -INF, None, "\0"]}},
+            layout={value: value},
             producer={"engine.name": text, text: text},
             tensors=(tensor(text), tensor(text, "master")),
             lineage=(LineageDoc(kind="resume", url=f"s3://b/{text}", id=text),),
@@ -113,15 +115,13 @@ class TestHostileText:
         assert catalog.count() == 0
 
     def test_numbers_beyond_any_bound_are_refused(self, catalog: Catalog) -> None:
-        beyond: tuple[dict[str, Any], ...] = (
-            {"step": 1 << 63},
-            {"step": -(1 << 70)},
-            {"tensors": (tensor(shape=(1 << 62,)),)},
-        )
-        for more in beyond:
+        for step in ((1 << 62) + 1, -(1 << 70)):
+            with pytest.raises(ValidationError, match="step"):
+                manifest(1, step=step)
+        for doc in (manifest(1).model_copy(update={"step": 1 << 63}), manifest(1, tensors=(tensor(shape=(1 << 62,)),))):
             with pytest.raises(UsageError, match="fit into 64 bits"):
-                catalog.record(manifest(1, **more), "/data/1")
-        assert catalog.record(manifest(1, step=(1 << 63) - 1), "/data/1").step == (1 << 63) - 1
+                catalog.record(doc, "/data/1")
+        assert catalog.record(manifest(1, step=1 << 62), "/data/1").step == 1 << 62
 
     def test_a_time_without_a_zone_is_utc(self, catalog: Catalog) -> None:
         entry = put(catalog, 1, created=datetime.fromisoformat("2026-01-01T05:00:00"), metrics={"a": 1})

@@ -19,6 +19,7 @@ from ucformat.catalog.diff import MISSING, Changed, Diff, TensorChange, diff
 from ucformat.catalog.labels import add_metrics
 from ucformat.catalog.recording import record
 from ucformat.catalog.stamp import Stamp
+from ucformat.schema.limits import MAX_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,15 +134,17 @@ def test_what_is_empty_is_a_value(database: Database) -> None:
     assert changed(database, {"a": {"b": 1}}, {"a": 1}) == [("a", MISSING, 1), ("a.b", 1, MISSING)]
 
 
-def test_a_configuration_nested_as_deep_as_json_allows(database: Database) -> None:
+def test_a_configuration_nested_as_deep_as_a_manifest_allows(database: Database) -> None:
+    depth = (MAX_DEPTH - 1) // 2
+
     def nested(value: int) -> dict[str, Any]:
         document: Any = value
-        for _ in range(150):
+        for _ in range(depth):
             document = {"k": [document]}
         return {"top": document}
 
     ((path, a, b),) = changed(database, nested(1), nested(2))
-    assert (path, a, b) == ("top" + ".k.0" * 150, 1, 2)
+    assert (path, a, b) == ("top" + ".k.0" * depth, 1, 2)
 
 
 keys = st.sampled_from(["a", "b", "c.d", "0", ""])
