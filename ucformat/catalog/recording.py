@@ -141,7 +141,7 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
     runs = {n: _run(connection, n, stamp.now) for n in sorted({n for n in names.values() if n is not None})}
     configs = _configs(connection, [f.manifest.config for f in new.values()])
     tables = [f.manifest.tensors for f in new.values()]
-    launches = {i: _launch(connection, f.manifest, f.url) for i, f in new.items()}
+    launches = _launches(connection, new)
     structures, blocks = tensor_sets(connection, tables), digest_blocks(connection, tables)
     rows = [
         {
@@ -196,22 +196,27 @@ def _run(connection: Connection, name: str, now: datetime) -> int:
     return get_or_insert(connection, Run, {"name": name}, {"created": now})
 
 
-def _launch(connection: Connection, manifest: Manifest, url: str) -> int:
-    """Get or create the launch of a new checkpoint; a conversion is the same step again, of the same launch."""
+def _launches(connection: Connection, new: Mapping[str, Found]) -> dict[str, int]:
+    """Get or create the launches of new checkpoints, by id of the checkpoint."""
+    launches = {i: _launch(connection, f.manifest, f.url) for i, f in new.items()}
+    names = sorted({launch for launch in launches.values() if isinstance(launch, str)})
+    numbers = {name: get_or_insert(connection, Launch, {"name": name}, {}) for name in names}
+    return {i: numbers[launch] if isinstance(launch, str) else launch for i, launch in launches.items()}
+
+
+def _launch(connection: Connection, manifest: Manifest, url: str) -> str | int:
+    """The name of the launch of a new checkpoint; of a conversion, the number of its source's, if that is known."""
     if manifest.launch is not None:
-        return get_or_insert(connection, Launch, {"name": manifest.launch.id}, {})
+        return manifest.launch.id
     for edge in manifest.lineage:
         if edge.kind in ("convert", "quantize"):
             place = same_place(edge.url)
             parent = Checkpoint.id == edge.id
             if edge.id is None:
                 parent = Checkpoint.serial.in_(sa.select(Location.checkpoint).where(Location.url == place))
-            found = connection.scalar(sa.select(Checkpoint.launch_id).where(parent))
-            if found is not None:
-                return found
-            url = place
-            break
-    return get_or_insert(connection, Launch, {"name": folder_launch(url)}, {})
+            number = connection.scalar(sa.select(Checkpoint.launch_id).where(parent))
+            return folder_launch(place) if number is None else number
+    return folder_launch(url)
 
 
 def _configs(connection: Connection, configs: Sequence[Mapping[str, Any]]) -> list[int | None]:
