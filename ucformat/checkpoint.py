@@ -194,7 +194,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def _documents(self) -> list[tuple[str, str]]:
         """The names and digests of a foreign checkpoint's documents: those it was read from, and configurations."""
-        keys = [i.key for i in self.files() if i.key.endswith(".json") and i.size <= _MAX_DOCUMENT]
+        documents = [key for key in self._file_keys() if key.endswith(".json")]
+        keys = [key for key in documents if self.store.info(key).size <= _MAX_DOCUMENT]
         found = {key.rpartition("/")[2]: self.store.read(key) for key in keys}
         if not self.metadata.folder:  # configurations above the folder belong to all checkpoints of the run
             found |= {name: self.assets[name] for name in _CONFIGURATIONS if name in self.assets}
@@ -314,10 +315,13 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def files(self) -> list[Info]:
         """The current files of a foreign checkpoint; if its run was opened, those of the tag folder."""
+        return [self.store.info(key) for key in self._file_keys()]
+
+    def _file_keys(self) -> list[str]:
         folder = self.metadata.folder
         # the shards of an index file are beside it
         below = f"{folder}/" if folder and folder not in self.metadata.files else ""
-        return [self.store.info(f) for f in self.metadata.files if f.startswith(below)]
+        return [f for f in self.metadata.files if f.startswith(below)]
 
     @property
     def zarr_url(self) -> str | None:
