@@ -282,14 +282,20 @@ def test_names_that_are_paths_or_collide_or_are_long(tmp_path: Path, ucp: Ucp) -
 class TestNoCheckpoint:
     """Places that hold nothing, or something else."""
 
-    @pytest.mark.parametrize("files", [["model.onnx", "config.json"], ["deep/down/mp_rank_00_model_states.pt"]])
-    def test_a_folder_of_other_things(self, tmp_path: Path, ucp: Ucp, files: list[str]) -> None:
+    @pytest.mark.parametrize(
+        ("files", "message"),
+        [
+            (["model.onnx", "config.json"], "holds no checkpoint"),
+            (["deep/down/mp_rank_00_model_states.pt"], "is no checkpoint itself; these folders"),
+        ],
+    )
+    def test_a_folder_of_other_things(self, tmp_path: Path, ucp: Ucp, files: list[str], message: str) -> None:
         for name in files:
             (tmp_path / "other" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "other" / name).write_text("{}")
         for arguments in (["show"], ["verify"], ["get", "w"], ["convert", tmp_path / "target"]):
             done = ucp(arguments[0], tmp_path / "other", *arguments[1:], code=3)
-            assert f"{tmp_path / 'other'} holds no checkpoint" in done.stderr
+            assert f"{tmp_path / 'other'} {message}" in done.stderr
         assert not (tmp_path / "target").exists()
 
     def test_a_file_instead_of_a_folder(self, source: Path, tmp_path: Path, ucp: Ucp) -> None:
