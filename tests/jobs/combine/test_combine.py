@@ -6,6 +6,7 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -252,7 +253,7 @@ def test_a_range_of_steps(catalog: ucformat.Catalog, tmp_path: Path) -> None:
         ({"by": "val_loss", "best": "min"}, "not a metric"),
         ({"by": "metric.a", "best": "min", "temperature": 0}, "above 0"),
         ({"weights": [2, -1], "states": ["weight", "exp_avg_sq"]}, "must not become negative"),
-        ({"states": "exp_avg"}, "no tensors to combine"),
+        ({"states": "exp_avg"}, "no tensors in the state exp_avg"),
         ({"cast": "int8"}, "no dtype of floating-point"),
         ({"take": "/(/"}, "not a regular expression"),
     ],
@@ -332,6 +333,24 @@ def test_a_result_that_does_not_fit(tmp_path: Path) -> None:
         ucformat.average(list(map(source, found)), tmp_path / "dst", weights=[3, -1])
     ck = ucformat.average(list(map(source, found)), tmp_path / "dst", weights=[3, -1], cast="float32")
     assert float(ck["w"][0]) == pytest.approx(120000, rel=1e-3)
+
+
+def test_names_and_states_that_no_tensor_has(tmp_path: Path) -> None:
+    inputs = [source(tensors(1)), source(tensors(2))]
+    with pytest.raises(UsageError, match="no tensor has a name like 'bb'"):
+        ucformat.average(inputs, tmp_path / "x", take=["b", "bb"])
+    with pytest.raises(UsageError, match="has no tensors in the state exp_avgs"):
+        ucformat.average(inputs, tmp_path / "x", states=["weight", "exp_avgs"])
+
+
+def test_float8_with_scales_is_not_combined(tmp_path: Path) -> None:
+    """The mean of two products is not the product of two means."""
+    one, two = ({"m.weight": np.full(3, v, ml_dtypes.float8_e4m3fn)} for v in (1, 2))
+    assert float(ucformat.average([source(one), source(two)], tmp_path / "plain")["m.weight"][0]) == 1.5
+    for name in ("m.weight_scale_inv", "m.scale"):
+        scaled = [source(found | {name: np.ones(1, np.float32)}) for found in (one, two)]
+        with pytest.raises(UsageError, match=r"m\.weight \(weight\) has the dtype float8_e4m3fn, and differs"):
+            ucformat.average(scaled, tmp_path / "x")
 
 
 def test_tied_tensors_must_agree(tmp_path: Path) -> None:

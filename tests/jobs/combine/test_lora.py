@@ -178,6 +178,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[UcformatError], st
         UsageError,
         "several adapters: a, b",
     ),
+    "a target is missing": (
+        Q,
+        {"target_modules": ["q", "k"]},
+        IntegrityError,
+        r"no tensors for x\.k\.weight of the base",
+    ),
+    "a module is missing": (Q, {"modules_to_save": ["n"]}, IntegrityError, r"no tensors for n\.weight of the base"),
+    "biases are missing": (Q, {"bias": "all"}, IntegrityError, r"no tensors for x\.q\.bias of the base"),
+    "a layer's bias is missing": (Q, {"bias": "lora_only"}, IntegrityError, r"no tensors for x\.q\.bias of the base"),
     "odd bias": (Q, {"bias": "some"}, IntegrityError, "the bias 'some'"),
     "nan": (Q | {"x.q.lora_B.weight": np.full((20, 3), np.nan, np.float32)}, {}, UsageError, "lora_B.*not finite"),
 }
@@ -289,10 +298,29 @@ def test_a_tensor_to_which_another_is_tied(tmp_path: Path) -> None:
             ucformat.merge("lora", adapter(tmp_path / module, low_rank(module, 20, 30)), tmp_path / "x", base=tied)
 
 
+def test_a_replaced_tensor_to_which_another_is_tied(tmp_path: Path) -> None:
+    tied = source(base_tensors(), aliases={"head.weight": "e.weight"})
+    place = adapter(tmp_path / "a", Q | {"head.weight": normal(50, 12)}, modules_to_save=["head"])
+    with pytest.raises(UnsupportedError, match=r"changes e\.weight, to which head\.weight is tied"):
+        ucformat.merge("lora", place, tmp_path / "x", base=tied)
+
+
+def test_options_that_narrow_the_targets(tmp_path: Path) -> None:
+    for name, options in {"a": {"exclude_modules": ["x.k"]}, "b": {"layers_to_transform": [0]}}.items():
+        place = adapter(tmp_path / name, Q, target_modules=["q", "k"], **options)
+        ck = ucformat.merge("lora", place, tmp_path / f"dst-{name}", base=source(base_tensors()))
+        assert ck["x.q.weight"].shape == (20, 30)
+
+
 def test_a_quantized_base(tmp_path: Path) -> None:
+    place = adapter(tmp_path / "a", Q)
     base = base_tensors() | {"x.q.weight": np.ones((20, 30), np.int8)}
     with pytest.raises(UnsupportedError, match=r"x\.q\.weight of the base has the dtype int8"):
-        ucformat.merge("lora", adapter(tmp_path / "a", Q), tmp_path / "x", base=source(base))
+        ucformat.merge("lora", place, tmp_path / "x", base=source(base))
+    base["x.q.weight"] = np.ones((20, 30), numpy_dtype("float8_e4m3fn"))
+    ucformat.merge("lora", place, tmp_path / "y", base=source(base))  # plain numbers
+    with pytest.raises(UnsupportedError, match=r"x\.q\.weight of the base has the dtype float8_e4m3fn and a scale"):
+        ucformat.merge("lora", place, tmp_path / "x", base=source(base | {"x.q.weight_scale_inv": np.ones(1)}))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of transformers, which PEFT calls

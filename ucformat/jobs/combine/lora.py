@@ -20,6 +20,7 @@ from ucformat.geometry.patterns import compile_pattern
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.combine.formulas import low_rank
 from ucformat.jobs.combine.methods import REAL, Method, Operand, wide
+from ucformat.jobs.combine.outputs import is_scaled, scaled_modules
 from ucformat.schema.values import loads
 from ucformat.sources.values import references
 
@@ -45,6 +46,8 @@ _OF_TRAINING = {
     *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_version"),
     *("qalora_group_size", "revision", "runtime_config", "target_modules", "task_type"),
 }
+#: Options by which an adapter may have no tensors of a module that target_modules names.
+_NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 #: Initialisations that leave the base as it is; others train an adapter of a changed base.
 _PLAIN_INIT = {"gaussian", "orthogonal", "eva"}
 _HALF = re.compile(
@@ -135,14 +138,15 @@ class Lora(Method):
                 strange.append(info.name)
             else:
                 self._replace(base, adapter, n, info, target, weight)
-        halves = tensors.halves
+        halves, scaled = tensors.halves, scaled_modules(base)
         updates = {}
         for module, found in halves.items():
             target = _target(base, f"{module}.weight")
             if target is None:
                 strange += [info.name for info in found.values()]
             else:
-                updates[target] = config.update(n, adapter, module, found, base.tensors[target], weight)
+                of = base.tensors[target]
+                updates[target] = config.update(n, adapter, module, found, of, weight, scaled=is_scaled(of, scaled))
         if strange:
             more = f" and {len(strange) - _NAMED} more" if len(strange) > _NAMED else ""
             raise UsageError(
@@ -156,13 +160,9 @@ class Lora(Method):
                 hint=f"look at target_modules in {CONFIG}, and save the adapter again",
             )
         config.check_square(updates, base)
+        config.check_whole(base, adapter, {key.name for key in updates}, tensors.replaced)
         for target, update in updates.items():
-            tied = [alias for alias, name in base.aliases.items() if name == target.name]
-            if tied:
-                raise UnsupportedError(
-                    f"{adapter.home} changes {target.name}, to which {', '.join(tied)} is tied in {base.home}",
-                    hint="a view (--view) with the step `untie` separates them",
-                )
+            _check_untied(base, adapter, target)
             self._updates.setdefault(target, []).append(update)
 
     def _replace(
@@ -179,6 +179,7 @@ class Lora(Method):
                 f"{adapter.home} replaces {target.name} of the base, and its weight is {weight:g}",
                 hint="only adapters that replace no tensor of the base can be scaled",
             )
+        _check_untied(base, adapter, target)
         if target in self._replaced:
             raise Conflict(f"several adapters replace {target.name} of the base", hint="merge one of them")
         self._replaced[target] = (n, info)
@@ -278,6 +279,8 @@ class _Config:
     ranks: Mapping[str, Any]
     alphas: Mapping[str, Any]
     targets: Any
+    saved: tuple[str, ...]
+    narrowed: bool
     bias: str
 
     @classmethod
@@ -327,6 +330,8 @@ class _Config:
             ranks=ranks,
             alphas=alphas,
             targets=found.get("target_modules"),
+            saved=tuple(found.get("modules_to_save") or ()),
+            narrowed=any(found.get(option) for option in _NARROWING),
             bias=bias,
         )
 
@@ -338,9 +343,17 @@ class _Config:
         return self.bias == "all" or (self.bias == "lora_only" and module in modules)
 
     def update(
-        self, n: int, adapter: Checkpoint, module: str, found: Mapping[str, TensorInfo], of: TensorInfo, weight: float
+        self,
+        n: int,
+        adapter: Checkpoint,
+        module: str,
+        found: Mapping[str, TensorInfo],
+        of: TensorInfo,
+        weight: float,
+        *,
+        scaled: bool,
     ) -> _Update:
-        """What is added to a tensor of the base."""
+        """What is added to a tensor of the base, which must not be `scaled`: quantized to float8."""
         embedding = "aembedding" in found or "bembedding" in found
         wanted = ("aembedding", "bembedding") if embedding else ("a", "b")
         if set(found) != set(wanted):
@@ -367,15 +380,38 @@ class _Config:
                 f"but {of.name} of the base has {of.shape}",
                 hint="give the base that the adapter was trained on",
             )
-        if of.dtype not in REAL:
+        if of.dtype not in REAL or scaled:
             raise UnsupportedError(
-                f"{of.name} of the base has the dtype {of.dtype}, to which no adapter can be added",
+                f"{of.name} of the base has the dtype {of.dtype}{' and a scale' if scaled else ''}, to which no "
+                "adapter can be added",
                 hint="give the base before it was quantized",
             )
         square = product[0] == product[1]
         transposed = embedding or (self.transposed if square else of.shape != product)
         alpha = _matching(self.alphas, module, self.alpha)
         return _Update(n, a, b, weight * alpha / (math.sqrt(rank) if self.rank_stabilised else rank), transposed)
+
+    def check_whole(
+        self, base: Checkpoint, adapter: Checkpoint, updated: Container[str], replaced: Container[str]
+    ) -> None:
+        """Raise IntegrityError if the adapter lacks tensors that the configuration asks for and the base has."""
+        lacking = []
+        for name in base.names():
+            module, _, own = name.rpartition(".")
+            if name in replaced or name in updated:
+                continue
+            is_bias = own == "bias" and len(base[name].shape) == 1
+            trained = is_bias and (self.bias == "all" or (self.bias == "lora_only" and f"{module}.weight" in updated))
+            targeted = own == "weight" and not self.narrowed and _ends_with(module, self.targets)
+            if trained or targeted or any(_is_inside(module, saved) for saved in self.saved):
+                lacking.append(name)
+        if lacking:
+            more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+            raise IntegrityError(
+                f"{adapter.home} has no tensors for {', '.join(lacking[:_NAMED])}{more} of the base, which "
+                f"target_modules, modules_to_save or bias of {CONFIG} name",
+                hint="copy the adapter again, or save it again; if it is whole, correct the configuration",
+            )
 
     def check_square(self, updates: Mapping[Key, _Update], base: Checkpoint) -> None:
         """Raise UsageError if nothing tells whether the square tensors are stored transposed."""
@@ -394,6 +430,26 @@ def _target(base: Checkpoint, name: str) -> Key | None:
     """The tensor of a base that is merged by default, by its name or that of a tensor to which it is tied."""
     name = base.aliases.get(name, name)
     return next((key for state in ("weight", "master") if (key := Key(name, state)) in base.tensors), None)
+
+
+def _check_untied(base: Checkpoint, adapter: Checkpoint, target: Key) -> None:
+    """UnsupportedError if another tensor, which the adapter leaves as it is, is tied to one that it changes."""
+    tied = [alias for alias, name in base.aliases.items() if name == target.name]
+    if tied:
+        raise UnsupportedError(
+            f"{adapter.home} changes {target.name}, to which {', '.join(tied)} is tied in {base.home}",
+            hint="a view (--view) with the step `untie` separates them",
+        )
+
+
+def _ends_with(module: str, names: Any) -> bool:
+    """Whether a list of names has that of a module, or the end of it, as PEFT matches them; a regex has none."""
+    return isinstance(names, list) and any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _is_inside(module: str, name: str) -> bool:
+    """Whether a module is that of a name, or inside it."""
+    return f".{name}." in f".{module}."
 
 
 def _values(of: Any) -> Iterable[Any]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["Output", "find_outputs"]
+__all__ = ["Output", "find_outputs", "is_scaled", "scaled_modules"]
 
 T = TypeVar("T")
 
@@ -30,8 +30,8 @@ class Output:
 
     Attributes:
         info: the tensor.
-        how: whether it is combined; `equal` in all inputs, which is checked, since it has no floating-point numbers; or
-            taken from the first.
+        how: whether it is combined; `equal` in all inputs, which is checked, since it has no floating-point numbers,
+            or numbers of float8 that need scales; or taken from the first.
         inputs: the tensor in each input; those of adapters are found otherwise.
     """
 
@@ -57,6 +57,7 @@ def find_outputs(
     if cast is not None and cast not in REAL:
         there = ", ".join(sorted(REAL))
         raise UsageError(f"{cast!r} is no dtype of floating-point numbers", hint=f"there are: {there}")
+    take = tuple(take)
     patterns = [compile_match(pattern) for pattern in take]
 
     def taken(name: str) -> bool:
@@ -73,15 +74,39 @@ def find_outputs(
         _must_match(first, other, mine, theirs)
         _must_be_tied_alike(first, other, taken)
         found.append(theirs)
+    for pattern, text in zip(patterns, take, strict=True):
+        if not any(pattern.fullmatch(name) for ck in sources for name in (*ck.names(), *ck.aliases)):
+            raise UsageError(f"no tensor has a name like {text!r}", hint="`ucp show` lists the names")
+    scaled = scaled_modules(first)
     return [
-        _output([of[key] for of in found], cast) if key in mine else Output(info, "taken", (info,))
+        _output([of[key] for of in found], cast, scaled) if key in mine else Output(info, "taken", (info,))
         for key, info in chosen.items()
     ]
 
 
-def _output(infos: Sequence[TensorInfo], cast: str | None) -> Output:
+def scaled_modules(ck: Checkpoint) -> set[str]:
+    """Return the modules that have tensors of scales: their float8 weights mean something only with these.
+
+    Args:
+        ck: the checkpoint.
+    """
+    parts = (name.rpartition(".") for name in ck.names())
+    return {module for module, _, own in parts if "scale" in own}
+
+
+def is_scaled(info: TensorInfo, scaled: set[str]) -> bool:
+    """Check whether a tensor is quantized to float8, with scales beside it.
+
+    Args:
+        info: the tensor.
+        scaled: as from `scaled_modules`.
+    """
+    return info.dtype.startswith("float8") and info.name.rpartition(".")[0] in scaled
+
+
+def _output(infos: Sequence[TensorInfo], cast: str | None, scaled: set[str]) -> Output:
     info = infos[0]
-    if info.dtype not in REAL:
+    if info.dtype not in REAL or is_scaled(info, scaled):
         return Output(info, "equal", tuple(infos))
     return Output(info if cast is None else replace(info, dtype=cast), "combined", tuple(infos))
 
@@ -90,6 +115,11 @@ def _chosen(ck: Checkpoint, states: Sequence[str] | None) -> dict[Key, TensorInf
     """The tensors by name and state; by default the state is empty, since it may be another one in each input."""
     ck.check_readable(("weight", "master") if states is None else states)
     if states is not None:
+        lacking = [s for s in states if not any(key.state == s for key in ck.tensors)]
+        if lacking:
+            raise UsageError(
+                f"{ck.home} has no tensors in the state {', '.join(lacking)}", hint="`ucp show` lists its states"
+            )
         return {key: info for key, info in ck.tensors.items() if key.state in states}
     out = {}
     for name in ck.names():
