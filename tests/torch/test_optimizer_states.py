@@ -261,6 +261,10 @@ def test_optimizers_with_other_state_are_refused(tmp_path: Path) -> None:
     optimizer.state["steps"] = 3
     with pytest.raises(UnsupportedError, match="SGD has a state of 'steps', which is none of its parameters"):
         ucf.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+    hooked = torch.optim.SGD(model.parameters())
+    hooked.register_state_dict_post_hook(lambda _, entries: {**entries, "count": 3})
+    with pytest.raises(UnsupportedError, match="the state dict of SGD has the entry 'count'"):
+        ucf.save({"model": model, "optim": hooked}, tmp_path / "ck")
     assert not (tmp_path / "ck").exists()
 
 

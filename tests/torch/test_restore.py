@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import ucformat
 from ucformat.errors import ChecksumError, StateMismatch, UsageError
-from ucformat.torch import PerRank, load, save
+from ucformat.torch import PerRank, load, load_into, save
 from ucformat.torch.loading.match import stored_names
 from ucformat.torch.loading.values import SavedState, find_object, fit_groups, fit_objects
 from ucformat.torch.state.collect import collect
@@ -242,8 +243,8 @@ def test_groups_under_other_names(tmp_path: Path) -> None:
     assert [lr for lr, _ in options_of(state)] == [0.2, 0.1]
 
 
-def test_schedulers_base_and_unknown_options(tmp_path: Path) -> None:
-    """What a scheduler adds comes back; what this program's optimizer does not know does not."""
+def test_options_that_the_optimizer_does_not_have_yet(tmp_path: Path) -> None:
+    """What a scheduler or the program has added comes back, as from PyTorch; a flattened state dict has no place."""
     given = trained()
     for group in given["optim"].param_groups:
         group.update(initial_lr=0.75, exotic=1)
@@ -251,7 +252,45 @@ def test_schedulers_base_and_unknown_options(tmp_path: Path) -> None:
     state = trained()
     assert load(state, ck)
     assert [g["initial_lr"] for g in state["optim"].param_groups] == [0.75, 0.75]
-    assert "exotic" not in state["optim"].param_groups[0]
+    assert [g["exotic"] for g in state["optim"].param_groups] == [1, 1]
+    flat = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat["optim"] = get_optimizer_state_dict(flat["model"], flat["optim"], options=options)
+    report = load(flat, ck)
+    assert not report
+    assert {line.partition(" of ")[0] for line in report.left} == {
+        "the hyper-parameter exotic",
+        "the hyper-parameter initial_lr",
+    }
+    assert load(flat, ck, leave="optim.param_groups.*")
+
+
+def test_options_of_a_group_without_parameters(tmp_path: Path) -> None:
+    """A scheduler sets them, and parameters may be added later."""
+
+    def made(lr: float, *, empty: bool = True) -> dict[str, Any]:
+        net = torch.nn.Linear(2, 2)
+        more = [{"params": [], "lr": lr}] * empty
+        return {"model": net, "optim": torch.optim.AdamW([{"params": list(net.parameters())}, *more], lr=lr)}
+
+    ck = checkpoint(tmp_path / "ck", made(0.7))
+    state = made(0.2)
+    assert load(state, ck)
+    assert [g["lr"] for g in state["optim"].param_groups] == [0.7, 0.7]
+    with pytest.raises(StateMismatch, match="group 1 of optim: its hyper-parameters; it has no parameters"):
+        load(made(0.2), checkpoint(tmp_path / "other", made(0.7, empty=False)))
+
+
+@pytest.mark.parametrize("empty", [{}, None, torch.nn.Identity(), []], ids=["mapping", "none", "module", "list"])
+def test_an_entry_that_has_no_tensors_here(tmp_path: Path, empty: Any) -> None:
+    """What was saved in an entry that is asked for is told, though the state has a place for no tensor."""
+    ck = checkpoint(tmp_path / "ck", {"a": {"w": torch.ones(2), "n": 1}, "b": torch.nn.Linear(2, 2)})
+    state = {"a": empty}
+    report = load(state, ck)
+    assert not report
+    assert "a.w (weight)" in report.left
+    assert not any(line.startswith(("weight", "bias", "b")) for line in report.left), "b is not asked for"
+    assert load({"n": 0}, checkpoint(tmp_path / "other", {"n": 1, "a": {"w": torch.ones(2)}}))
 
 
 def test_nothing_is_put_where_reading_fails(tmp_path: Path) -> None:
@@ -264,3 +303,44 @@ def test_nothing_is_put_where_reading_fails(tmp_path: Path) -> None:
     with pytest.raises(ChecksumError):
         load(state, ck)
     assert state["n"] == 0
+
+
+class Summed(torch.nn.Linear):
+    """Has the sum of its weight, which no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.sum()
+
+    def sum(self) -> None:
+        self.total = self.weight.detach().sum()
+
+
+class SummedByHook(Summed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(lambda module, _: module.sum())
+
+
+class SummedInside(Summed):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.sum()
+
+
+class SummedByRoot(Summed):
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().load_state_dict(*args, **kwargs)
+        self.sum()
+        return out
+
+
+@pytest.mark.parametrize("kind", [SummedByHook, SummedInside, SummedByRoot])
+def test_modules_make_what_they_make_in_a_load(tmp_path: Path, kind: type[Summed]) -> None:
+    ck = checkpoint(tmp_path / "ck", {"model": kind()})
+    model = kind()
+    assert load({"model": model}, ck)
+    assert model.total == model.weight.sum() == ck["weight"][...].sum()
+    model = kind()
+    load_into(model, ck)
+    assert model.total == model.weight.sum() == ck["weight"][...].sum()

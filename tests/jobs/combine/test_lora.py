@@ -306,8 +306,8 @@ def test_a_replaced_tensor_to_which_another_is_tied(tmp_path: Path) -> None:
 
 
 def test_options_that_narrow_the_targets(tmp_path: Path) -> None:
-    for name, options in {"a": {"exclude_modules": ["x.k"]}, "b": {"layers_to_transform": [0]}}.items():
-        place = adapter(tmp_path / name, Q, target_modules=["q", "k"], **options)
+    for name, option in {"exclude_modules": ["x.k"], "layers_to_transform": [0]}.items():
+        place = adapter(tmp_path / name, Q, target_modules=["q", "k"], **{name: option})
         ck = ucformat.merge("lora", place, tmp_path / f"dst-{name}", base=source(base_tensors()))
         assert ck["x.q.weight"].shape == (20, 30)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ucformat.torch.loading.values import SavedState
     from ucformat.torch.state.collect import CollectedState
 
-__all__ = ["asked_entries", "fits", "is_asked", "is_named", "left_values"]
+__all__ = ["asked_entries", "fits", "is_asked", "is_inside", "is_named", "left_values"]
 
 #: Among the entries that are asked for: all tensors of a state that is a single mapping of tensors.
 _FLAT = ""
@@ -33,8 +33,7 @@ def asked_entries(found: CollectedState, recorded: SavedState) -> tuple[str, ...
         found: the state, with the keys of the stored tensors.
         recorded: the state that was saved.
     """
-    nested = (path for path in found.tensors if len(path) > 1)
-    out = {str(path[0]): None for path in (*nested, *found.leaves, *found.ranks, *found.groups) if path}
+    out = dict.fromkeys(found.entries)
     for path, key in found.keys.items():
         if dotted(path) in recorded.tensors:
             saved: Sequence[Path] = [recorded.paths[dotted(path)]]
@@ -56,6 +55,17 @@ def is_asked(ck: Checkpoint, key: Key, entries: Sequence[str]) -> bool:
     """
     paths = _paths(ck, key)
     return not paths or any(_is_in(dotted(p), entries) or (len(p) == 1 and _FLAT in entries) for p in paths)
+
+
+def is_inside(ck: Checkpoint, key: Key, entries: Sequence[str]) -> bool:
+    """Check whether a stored tensor is known to be in one of the entries.
+
+    Args:
+        ck: the checkpoint.
+        key: of the tensor.
+        entries: as from `asked_entries`.
+    """
+    return any(_is_in(dotted(p), entries) for p in _paths(ck, key))
 
 
 def is_named(ck: Checkpoint, key: Key, label: str, patterns: Sequence[str]) -> bool:

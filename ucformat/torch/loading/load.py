@@ -27,7 +27,7 @@ from ucformat.storage.watched import check_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.find import find_tensors
-from ucformat.torch.loading.left import asked_entries, fits, is_asked, is_named, left_values
+from ucformat.torch.loading.left import asked_entries, fits, is_asked, is_inside, is_named, left_values
 from ucformat.torch.loading.match import (
     PARAMETER,
     Matched,
@@ -178,7 +178,7 @@ def load(
             asked = asked_entries(found, recorded)
             aliases, targets = without_ties(locals_of(found))
             objects, put_objects = fit_objects(found, recorded, ranks, trust=trust, cast=cast)
-            groups, put_groups = fit_groups(found, recorded)
+            groups, put_groups = fit_groups(found, recorded, leave)
             problems |= objects | groups | Problems(unexpected=left_values(found, recorded, asked, leave))
 
         def put() -> None:
@@ -258,7 +258,16 @@ def load_local(
         check_choice("strict", strict, ("report", True, False))
         verify = check_verify(verify)
         names = names or stored_names(ck, None)
-        matched, found, lacking = match(targets, aliases or {}, ck, names, cast=cast, optimizer=optimizer)
+        entries = asked or ()
+        matched, found, lacking = match(
+            targets,
+            aliases or {},
+            ck,
+            names,
+            cast=cast,
+            optimizer=optimizer,
+            inside=lambda key: is_inside(ck, key, entries),
+        )
         stateful = stateful or any(m.target.info.state not in PARAMETER for m in matched)
         others = found | (problems or Problems())
     mine = _RankReport(

@@ -21,6 +21,7 @@ from ucformat.storage.watched import check_unchanged
 from ucformat.torch.loading.match import PARAMETER, Problems, match, overlaps, raise_for, stored_names, weight_of
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.values import SavedState
+from ucformat.torch.state.collect import acts_on_load
 from ucformat.torch.state.local import local_of, tied_names
 from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.subclasses import check_live, is_subclass, memory_of, take_apart
@@ -140,6 +141,8 @@ def load_into(
             w.put()
     if absent:
         _compute_buffers(model, absent, torch.device(device))
+    if any(map(acts_on_load, model.modules())) and not any(p.is_meta for p in model.parameters()):
+        model.load_state_dict(model.state_dict(), strict=False)
     return LoadedKeys(missing, unexpected)
 
 

@@ -139,6 +139,7 @@ def match(
     cast: bool,
     as_lazy: bool = False,
     optimizer: bool = False,
+    inside: Callable[[Key], bool] = lambda _: False,
 ) -> tuple[list[Matched], Problems, NDArray[np.bool_]]:
     """Match each target with the stored tensor from which it is read.
 
@@ -153,6 +154,7 @@ def match(
         cast: match tensors of different dtypes too.
         as_lazy: match each weight with the tensor that `ck[name]` reads, whatever its dtype.
         optimizer: states of an optimizer are expected, even if the targets have none.
+        inside: whether a stored tensor is in an entry that is asked for, and thus expected, whatever the targets are.
 
     Returns:
         the matches, all mismatches but what is unexpected, and of each tensor of the checkpoint whether it is that.
@@ -199,7 +201,7 @@ def match(
     found = [m for n, m in enumerate(found) if not any(n in pair for pair in shared)]
     problems = Problems(tuple(missing), (), tuple(shapes), tuple(dtypes), tuple(others))
     kinds = {t.info.state not in PARAMETER for t in targets} | ({True} if optimizer else set())
-    return found, problems, _unexpected(wanted, kinds, ck)
+    return found, problems, _unexpected(wanted, kinds, inside, ck)
 
 
 def overlaps(targets: Sequence[LocalShard], stored: Sequence[TensorInfo], ck: Checkpoint) -> dict[tuple[int, int], str]:
@@ -281,9 +283,9 @@ def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, held: Sequence[B
     return True
 
 
-def _unexpected(wanted: set[Key], kinds: set[bool], ck: Checkpoint) -> NDArray[np.bool_]:
+def _unexpected(wanted: set[Key], kinds: set[bool], inside: Callable[[Key], bool], ck: Checkpoint) -> NDArray[np.bool_]:
     """Which stored tensors are not in the state, of its kinds: weights (False), states of an optimizer (True)."""
-    lacking = (k not in wanted and (k.state not in PARAMETER) in kinds for k in ck.tensors)
+    lacking = (k not in wanted and ((k.state not in PARAMETER) in kinds or inside(k)) for k in ck.tensors)
     return np.fromiter(lacking, np.bool_, len(ck.tensors))
 
 

@@ -13,6 +13,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import from_json, is_flattened, is_special, json_key
+from ucformat.torch.loading.left import fits
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.state.collect import ValueSlot
 from ucformat.torch.state.memory import dtype_name, torch_dtype
@@ -422,39 +423,76 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_empty, value.values()))
 
 
-def fit_groups(found: CollectedState, recorded: SavedState) -> tuple[Problems, Callable[[], None]]:
+def fit_groups(
+    found: CollectedState, recorded: SavedState, leave: Sequence[str] = ()
+) -> tuple[Problems, Callable[[], None]]:
     """Match the optimizer groups of a state with stored hyper-parameters, by the names of the parameters.
 
-    If some parameters of a group are not stored, the hyper-parameters of the others apply.
+    If some parameters of a group are not stored, the hyper-parameters of the others apply. A group without parameters
+    has those of the group with its number, if as many were saved.
 
     Args:
         found: the state.
         recorded: the state that was saved.
+        leave: patterns of hyper-parameters that need no place, as `fits` has them.
 
     Returns:
         what is missing or does not fit, and a function that sets the hyper-parameters.
     """
     missing: list[str] = []
     others: list[str] = []
+    left: list[str] = []
     fitting: list[tuple[OptimizerGroup, dict[str, Any]]] = []
     for path, groups in found.groups.items():
-        group_of = recorded.find_group(dotted(path), found.prefixes.get(path, ""))
+        root = dotted(path)
+        group_of = recorded.find_group(root, found.prefixes.get(path, ""))
+        saved = [group for group, _ in recorded.optimizers.get(root, ())]
         for number, group in enumerate(groups):
-            label = f"group {number} of {dotted(path)}"
+            label = f"group {number} of {root}"
             lacking = sorted(p for p in group.params if group_of(p) is None)
             if lacking:
                 missing.append(f"{label}: the hyper-parameters of {', '.join(lacking[:3])}")
+            if not group.params and len(saved) == len(groups):
+                fitting.append((group, _settable(group, saved[number], saved)))
+            elif not group.params and saved:
+                missing.append(
+                    f"{label}: its hyper-parameters; it has no parameters, and {len(saved)} groups were saved"
+                )
             for part in group.parts():
-                options = [g.options for p in part.params if (g := group_of(p)) is not None]
-                if any(o != options[0] for o in options[1:]):
+                docs = [g for p in part.params if (g := group_of(p)) is not None]
+                if any(g.options != docs[0].options for g in docs[1:]):
                     others.append(f"{label}: its parameters were in groups with different hyper-parameters")
-                elif options:
-                    fitting.append((part, options[0]))
+                elif docs:
+                    options = _settable(part, docs[0], saved)
+                    fitting.append((part, options))
+                    texts = {key: f"{root}.{GROUPS}.{number}.{key}" for key in docs[0].options.keys() - options.keys()}
+                    left += [
+                        f"the hyper-parameter {key} of {label}"
+                        for key, text in sorted(texts.items())
+                        if docs[0] in saved and key not in _NO_OPTIONS and not any(fits(text, p) for p in leave)
+                    ]
 
     def put() -> None:
         for group, options in fitting:
             for key, value in options.items():
-                if (key in group.options or key == "initial_lr") and key != "param_names":
-                    group.options[key] = decode(value, group.options.get(key))
+                group.options[key] = decode(value, group.options.get(key))
 
-    return Problems(tuple(missing), others=tuple(others)), put
+    return Problems(tuple(missing), tuple(dict.fromkeys(left)), others=tuple(others)), put
+
+
+_NO_OPTIONS = ("param_names", "state")  # entries of stored groups that are no hyper-parameters
+
+
+def _settable(group: OptimizerGroup, saved: GroupDoc, recorded: Sequence[GroupDoc]) -> dict[str, Any]:
+    """The stored hyper-parameters that a group takes.
+
+    As in PyTorch, an optimizer takes all that an optimizer has saved; of those of an engine it takes what it has
+    itself. A flattened state dict has an entry for each, and takes no others.
+    """
+    is_optimizers = any(saved is doc for doc in recorded)
+    return {
+        key: value
+        for key, value in saved.options.items()
+        if key not in _NO_OPTIONS
+        and (key in group.options or (not group.flattened and (is_optimizers or key == "initial_lr")))
+    }

@@ -33,6 +33,7 @@ __all__ = [
     "LiveOptimizer",
     "OptimizerGroup",
     "ValueSlot",
+    "acts_on_load",
     "are_names",
     "collect",
     "collect_made",
@@ -91,6 +92,7 @@ class CollectedState:
     `wrapper_of` the path of the wrapper of each.
     """
 
+    entries: tuple[str, ...] = ()  # the keys of the state, but those of its own tensors
     tensors: dict[Path, torch.Tensor] = field(default_factory=dict)
     wrappers: dict[Path, tuple[torch.Tensor, Taken]] = field(default_factory=dict)
     wrapper_of: dict[Path, Path] = field(default_factory=dict)
@@ -130,7 +132,7 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
     """
     if not isinstance(state, Mapping):
         raise UsageError(f"a training state is a mapping, not a {type(state).__name__}", hint='{"model": model, …}')
-    found = CollectedState()
+    found = CollectedState(tuple(str(k) for k, v in state.items() if not isinstance(v, torch.Tensor | ShardedTensor)))
     _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
     taken = {p: t for p, value in found.tensors.items() if (t := _taken(p, value)) is not None}
     optimized = [(found.owners[root], live.params) for root, lives in found.optimizers.items() for live in lives]
@@ -410,8 +412,20 @@ def _module(found: CollectedState, path: Path, module: torch.nn.Module) -> None:
             copies.append(key)
         if is_extra:
             found.extra_states[where] = _setter(entries, key)
-    if copies:
+    if copies or any(map(acts_on_load, module.modules())):
         found.finish.append(lambda: _load_copies(dotted(path), module, entries, copies))
+
+
+def acts_on_load(module: torch.nn.Module) -> bool:
+    """Check whether a module does more in a load than to fill its tensors: it may make others from them.
+
+    Args:
+        module: the module, without those inside.
+    """
+    if module._load_state_dict_post_hooks:  # noqa: SLF001 - there is no public way to tell
+        return True
+    loaders = (getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict"))
+    return any(not loader.__module__.startswith("torch.") for loader in loaders)
 
 
 _EXTRA_STATE = "_extra_state"
@@ -449,6 +463,7 @@ def plain_name(module: torch.nn.Module, key: str) -> str:
 def _load_copies(label: str, module: torch.nn.Module, entries: dict[str, Any], copies: list[str]) -> None:
     """Load what was not filled in place as the module does, and check that the module has it then."""
     extra_only = all(key.rpartition(".")[2] == _EXTRA_STATE for key in copies)
+    extra_only = extra_only and not any(map(acts_on_load, module.modules()))
     loaded = {key: entries[key] for key in copies} if extra_only else entries
     expected = {key: value for key in copies if isinstance(value := entries[key], torch.Tensor)}
     kept = {key: [t.clone() for t in _innermost(value)] for key, value in expected.items()}
@@ -513,7 +528,8 @@ def _check_optimizer(label: str, optimizer: torch.optim.Optimizer, params: set[i
     if odd:
         what = "a tensor" if isinstance(odd[0], torch.Tensor) else repr(odd[0])
         raise UnsupportedError(f"{label}: {kind} has a state of {what}, which is none of its parameters", hint=hint)
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+    hooks = optimizer._optimizer_state_dict_post_hooks  # noqa: SLF001 - there is no public way to tell
+    if hooks or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         more = [key for key in optimizer.state_dict() if key not in ("state", GROUPS)]
         if more:
             raise UnsupportedError(f"{label}: the state dict of {kind} has the entry {more[0]!r}", hint=hint)
