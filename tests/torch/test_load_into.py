@@ -273,7 +273,7 @@ def test_any_part_of_any_shape(data: st.DataObject, tmp_path_factory: pytest.Tem
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     dim, degree = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 3))
     whole = torch.from_numpy(random_array(shape, "int32", 1))
-    folder = tmp_path_factory.mktemp("part")
+    folder = tmp_path_factory.mktemp("shape")
     save_file({"w": whole}, folder / "model.safetensors")
     layout = Layout(mesh={"tp": degree}, rules=[{"match": "*", "place": [{"shard": dim, "over": "tp"}]}])
     step = -(-shape[dim] // degree)
