@@ -178,7 +178,7 @@ def load(
             asked = asked_entries(found, recorded)
             aliases, targets = without_ties(locals_of(found))
             objects, put_objects = fit_objects(found, recorded, ranks, trust=trust, cast=cast)
-            groups, put_groups = fit_groups(found, recorded, leave)
+            groups, put_groups = fit_groups(found, recorded, lambda text: any(fits(text, pattern) for pattern in leave))
             problems |= objects | groups | Problems(unexpected=left_values(found, recorded, asked, leave))
 
         def put() -> None:

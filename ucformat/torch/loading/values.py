@@ -13,7 +13,6 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.values import from_json, is_flattened, is_special, json_key
-from ucformat.torch.loading.left import fits
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.state.collect import ValueSlot
 from ucformat.torch.state.memory import dtype_name, torch_dtype
@@ -424,7 +423,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def fit_groups(
-    found: CollectedState, recorded: SavedState, leave: Sequence[str] = ()
+    found: CollectedState, recorded: SavedState, may_leave: Callable[[str], bool] = lambda _: False
 ) -> tuple[Problems, Callable[[], None]]:
     """Match the optimizer groups of a state with stored hyper-parameters, by the names of the parameters.
 
@@ -434,7 +433,7 @@ def fit_groups(
     Args:
         found: the state.
         recorded: the state that was saved.
-        leave: patterns of hyper-parameters that need no place, as `fits` has them.
+        may_leave: whether a hyper-parameter, by its dotted path, needs no place.
 
     Returns:
         what is missing or does not fit, and a function that sets the hyper-parameters.
@@ -469,7 +468,7 @@ def fit_groups(
                     left += [
                         f"the hyper-parameter {key} of {label}"
                         for key, text in sorted(texts.items())
-                        if docs[0] in saved and key not in _NO_OPTIONS and not any(fits(text, p) for p in leave)
+                        if docs[0] in saved and key not in _NO_OPTIONS and not may_leave(text)
                     ]
 
     def put() -> None:
