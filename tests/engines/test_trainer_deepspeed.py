@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guides" / "trainer_deepspeed.md").read_text()
 
 
+@pytest.mark.engine
+@pytest.mark.matrix  # it starts six programs that import both frameworks
 def test_the_guide(tmp_path: Path) -> None:
     """On two ranks, and then on one: the loss goes on as it would have."""
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
