@@ -88,13 +88,13 @@ def add_continuations(connection: Connection, continued: Mapping[tuple[int, int]
     if not continued:
         return
     lock_names(connection, _LOCK)
-    known = {(launch, other): at for launch, other, at in _direct(connection, {launch for launch, _ in continued})}
+    recorded = {(launch, other): at for launch, other, at in _direct(connection, {launch for launch, _ in continued})}
     for (launch, other), at in sorted(continued.items()):
-        if launch == other or known.get((launch, other), -1) >= at:
+        if launch == other or recorded.get((launch, other), -1) >= at:
             continue
         keys = {"launch": launch, "continued": other}
         where = (Continuation.launch == launch, Continuation.continued == other)
-        if (launch, other) in known:
+        if (launch, other) in recorded:
             connection.execute(sa.update(Continuation).where(*where).values(position=at))
         else:
             connection.execute(sa.insert(Continuation).values(**keys, position=at))
@@ -128,21 +128,21 @@ def load_continuations(connection: Connection, launches: Collection[int | None])
         launches: their numbers.
     """
     ids = sorted({number for number in launches if number is not None})
-    found: dict[int | None, _Continued] = {None: (None, None, {})}
+    launches_by_number: dict[int | None, _Continued] = {None: (None, None, {})}
     for at in range(0, len(ids), MAX_IN_LIST):
         page = ids[at : at + MAX_IN_LIST]
         first = Launch.__table__.alias().c
         query = sa.select(Launch.id, Launch.name, first.name).join(first.id.table, first.id == family())
         query = query.where(Launch.id.in_(page))
-        found |= {number: (name, common, {}) for number, name, common in connection.execute(query)}
+        launches_by_number |= {number: (name, common, {}) for number, name, common in connection.execute(query)}
         continued = (
             sa.select(Continuation.launch, Launch.name, Continuation.position)
             .join(Launch, Launch.id == Continuation.continued)
             .where(Continuation.launch.in_(page))
         )
         for number, name, here in connection.execute(continued):
-            found[number][2][name] = here
-    return found
+            launches_by_number[number][2][name] = here
+    return launches_by_number
 
 
 def load_families(connection: Connection, launches: Collection[int | None]) -> dict[int | None, _Continued]:

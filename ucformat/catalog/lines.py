@@ -120,7 +120,7 @@ def lines(items: Iterable[T]) -> list[tuple[T, list[T]]]:
         launches[item.launch].append(item)
     direct = {launch: some[0].continues for launch, some in launches.items()}
     newest = {launch: max(ranked(some))[-1] for launch, some in launches.items()}
-    found: list[tuple[T, list[T]]] = []
+    by_head: list[tuple[T, list[T]]] = []
     rest = dict(launches)
     for launch in heads(newest, direct):
         positions = all_continued(launch, direct)
@@ -128,10 +128,10 @@ def lines(items: Iterable[T]) -> list[tuple[T, list[T]]]:
         members[launch] = launches[launch]
         # a launch continues more than any of those that it continues
         order = sorted(members, key=lambda other: len(all_continued(other, direct)), reverse=True)
-        found.append((newest[launch], [i for other in order for i in _newest_first(members[other])]))
+        by_head.append((newest[launch], [i for other in order for i in _newest_first(members[other])]))
         for other in members:
             rest.pop(other, None)
-    return [*found, *((newest[launch], _newest_first(some)) for launch, some in rest.items())]
+    return [*by_head, *((newest[launch], _newest_first(some)) for launch, some in rest.items())]
 
 
 def _newest_first(launch: Iterable[T]) -> list[T]:
@@ -152,13 +152,13 @@ def contradictions(items: Iterable[T], name: Callable[[T], str]) -> list[str]:
     for item in sorted((i for i in items if i.commits is not None), key=attrgetter("commits")):
         if item.run is not None:
             runs[item.run][item.launch].append(item)
-    found = []
+    warnings = []
     for launches in runs.values():
         wrong = [pair for some in launches.values() for pair in _wrong_times(some, launches)]
         if wrong:
             newer, older = max(wrong, key=lambda pair: pair[0].commits or 0)
-            found.append(contradiction(name(newer), newer.created, name(older), older.created))
-    return found
+            warnings.append(contradiction(name(newer), newer.created, name(older), older.created))
+    return warnings
 
 
 def _wrong_times(launch: Sequence[T], launches: Mapping[str | None, Sequence[T]]) -> list[tuple[T, T]]:
@@ -166,12 +166,12 @@ def _wrong_times(launch: Sequence[T], launches: Mapping[str | None, Sequence[T]]
     positions: dict[str | None, int] = dict(launch[0].continues.items())
     before = [i for other in positions for i in launches.get(other, ()) if _is_behind(i, positions)]
     latest = max(before, key=attrgetter("created"), default=launch[0])
-    found = []
+    pairs = []
     for item in launch:
         if item.created < latest.created and item.commits != latest.commits:
-            found.append((item, latest))
+            pairs.append((item, latest))
         latest = max(latest, item, key=attrgetter("created"))
-    return found
+    return pairs
 
 
 def contradiction(newer: str, created: datetime, older: str, before: datetime) -> str:
