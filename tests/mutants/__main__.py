@@ -16,12 +16,14 @@ import click
 
 from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.sites import sites
-from tests.mutants.trial import PACKAGES, copies, reach
+from tests.mutants.trial import PACKAGES, Reached, copies, reach
 
 if TYPE_CHECKING:
+    import queue
     from collections.abc import Iterable, Sequence
 
     from tests.mutants.sites import Site
+    from tests.mutants.trial import Copy
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,12 +72,7 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
             finally:
                 free.put(copy)
 
-        if left:
-            copy = free.get()
-            reached, failed = reach(copy, left, given.jobs)
-            free.put(copy)
-            for test in failed:
-                click.echo(f"fails without a change: {test}")
+        reached = _reached(left, given, free)
         for result in pool.map(tried, left):
             verdicts[result["name"]] = result
             if given.json:
@@ -83,6 +80,23 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
                     file.write(json.dumps(result) + "\n")
             click.echo(f"{result['verdict']:<9} {result['seconds']:>5.0f} s  {result['name']}  {result['by']}")
     return _report(picked, verdicts)
+
+
+def _reached(left: Sequence[Site], given: argparse.Namespace, free: queue.Queue[Copy]) -> dict[Site, Reached]:
+    """Which tests reach each place; kept beside the verdicts, since finding it takes as long as the folders' tests."""
+    file = given.json and given.json.with_suffix(".reached.json")
+    earlier = json.loads(file.read_text()) if file and file.exists() else {}
+    result = {site: Reached(**earlier[site.name]) for site in left if site.name in earlier}
+    if unknown := [site for site in left if site not in result]:
+        copy = free.get()
+        probed, failed = reach(copy, unknown, given.jobs)
+        free.put(copy)
+        for test in failed:
+            click.echo(f"fails without a change: {test}")
+        result |= probed
+        if file:
+            file.write_text(json.dumps(earlier | {site.name: asdict(place) for site, place in probed.items()}))
+    return result
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:

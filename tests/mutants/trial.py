@@ -59,7 +59,7 @@ _FEW = 40  # tests that are tried first, since most changes are noticed by any t
 class Reached:
     """The tests that reach a place, by the folder that holds them; the faster come first."""
 
-    tests: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    tests: dict[str, list[str]] = field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -166,7 +166,7 @@ def reach(copy: Copy, picked: Sequence[Site], workers: int) -> tuple[dict[Site, 
         site = picked[int(number)]
         folder = next((f for f in _folders(site) if test.startswith(f"tests/{f}/")), None)
         if folder and test not in failed:
-            reached[site].tests[folder].append(test)
+            reached[site].tests.setdefault(folder, []).append(test)
     per_file: dict[str, float] = defaultdict(float)
     for test, taken in seconds.items():
         per_file[_file(test)] += taken
