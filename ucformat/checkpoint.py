@@ -126,8 +126,8 @@ def _checkpoints_below(store: Store) -> list[str]:
     from ucformat.sources import marked_folders
 
     infos = list(islice(store.list(), _MAX_LISTED))
-    found = marked_folders(infos) | {i.key.rpartition("/")[0] for i in infos if i.key.endswith(f"/{MANIFEST}")}
-    outer = [f for f in found if f and not any(f.startswith(f"{other}/") for other in found if other)]
+    folders = marked_folders(infos) | {i.key.rpartition("/")[0] for i in infos if i.key.endswith(f"/{MANIFEST}")}
+    outer = [f for f in folders if f and not any(f.startswith(f"{other}/") for other in folders if other)]
     return sorted(outer, key=_by_numbers)
 
 
@@ -188,18 +188,18 @@ class Checkpoint(Mapping[str, "Tensor"]):
         records = list(cast("OpenSource", self.foreign).records())
         sums = sorted((r.file.rpartition("/")[2], r.name, r.nbytes, r.crc32) for r in records if r.crc32)
         if not sums or any(r.crc32 is None for r in records):
-            known = [(i.key.rpartition("/")[2], i.size, i.version) for i in self.files()]
-            return document_digest([self.home, *known, *self._documents()]).rpartition(":")[2][:32]
+            files = [(i.key.rpartition("/")[2], i.size, i.version) for i in self.files()]
+            return document_digest([self.home, *files, *self._documents()]).rpartition(":")[2][:32]
         return document_digest([self.kind, sums, *self._documents()]).rpartition(":")[2][:32]
 
     def _documents(self) -> list[tuple[str, str]]:
         """The names and digests of a foreign checkpoint's documents: those it was read from, and configurations."""
         documents = [key for key in self._file_keys() if key.endswith(".json")]
         keys = [key for key in documents if self.store.info(key).size <= _MAX_DOCUMENT]
-        found = {key.rpartition("/")[2]: self.store.read(key) for key in keys}
+        contents = {key.rpartition("/")[2]: self.store.read(key) for key in keys}
         if not self.metadata.folder:  # configurations above the folder belong to all checkpoints of the run
-            found |= {name: self.assets[name] for name in _CONFIGURATIONS if name in self.assets}
-        return sorted((name, bytes_digest(data)) for name, data in found.items())
+            contents |= {name: self.assets[name] for name in _CONFIGURATIONS if name in self.assets}
+        return sorted((name, bytes_digest(data)) for name, data in contents.items())
 
     @property
     def store(self) -> Store:
@@ -430,11 +430,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
         from ucformat.views.document import expand, read_steps
         from ucformat.views.viewed import Viewed
 
-        found = Checkpoint(
+        viewed = Checkpoint(
             Viewed(self.source, expand(read_steps(steps), lambda: (self.objects, self.assets, self.names())))
         )
-        found.opened, found.roots = self.opened, self.roots
-        return found
+        viewed.opened, viewed.roots = self.opened, self.roots
+        return viewed
 
     @property
     def steps(self) -> tuple[Taken, ...]:
@@ -467,11 +467,11 @@ def _open_again(
     place: str, options: Mapping[str, Any], roots: tuple[str, ...], views: list[list[dict[str, Any]]]
 ) -> Checkpoint:
     """Open a checkpoint by its recipe."""
-    found = open_checkpoint(place, roots=lambda: (*roots, *allowed_roots()), options=options)
-    found.opened, found.roots = (place, options), roots
+    checkpoint = open_checkpoint(place, roots=lambda: (*roots, *allowed_roots()), options=options)
+    checkpoint.opened, checkpoint.roots = (place, options), roots
     for steps in views:
-        found = found.view(steps)
-    return found
+        checkpoint = checkpoint.view(steps)
+    return checkpoint
 
 
 def _view(source: Readable) -> Viewed | None:

@@ -68,23 +68,23 @@ def newest_first(items: Iterable[F]) -> list[F]:
     for item in items:
         alone = item.run is None or (item.step is None and item.commits is None)
         families.setdefault(("", item.id) if alone else (item.run, item.family), []).append(item)
-    found: list[tuple[tuple[Any, ...], F]] = []
+    dated: list[tuple[tuple[Any, ...], F]] = []
     for family in families.values():
         latest = min(item.created for item in family)
         for *rank, item in sorted(ranked(family), key=lambda r: r[:-1]):
             latest = max(latest, item.created)
-            found.append(((latest, *rank), item))
-    return [item for _, item in sorted(found, key=itemgetter(0), reverse=True)]
+            dated.append(((latest, *rank), item))
+    return [item for _, item in sorted(dated, key=itemgetter(0), reverse=True)]
 
 
 def ranked(items: Iterable[T]) -> list[tuple[int, int, datetime, str, T]]:
     """Give each checkpoint of a family its rank, by which the newest is the greatest: count, step, time and id."""
-    count, found = 0, []
+    count, ranks = 0, []
     for item in sorted(items, key=lambda i: (_step(i), i.commits is None)):
         count = max(count, item.commits or 0)
         own = count if item.commits is None else item.commits
-        found.append((own, _step(item), item.created, item.id, item))
-    return found
+        ranks.append((own, _step(item), item.created, item.id, item))
+    return ranks
 
 
 def _step(item: Dated) -> int:
@@ -111,8 +111,8 @@ def select_newest_first(*where: ColumnElement[bool]) -> Select[Any]:
     latest = sa.func.max(counted.created).over(
         partition_by=(counted.part_0, counted.part_1, counted.part_2), order_by=order
     )
-    found = sa.select(*(counted[name] for name in (*_COLUMNS, "counted")))
-    return found.order_by(latest.desc(), *(key.desc() for key in order))
+    query = sa.select(*(counted[name] for name in (*_COLUMNS, "counted")))
+    return query.order_by(latest.desc(), *(key.desc() for key in order))
 
 
 def select_newest_of_launches(*where: ColumnElement[bool]) -> Select[Any]:
@@ -131,8 +131,8 @@ def select_newest_of_launches(*where: ColumnElement[bool]) -> Select[Any]:
     counted = _counted([Checkpoint.launch_id], where)
     order = (counted["counted"].desc(), counted["at"].desc())
     place = sa.func.rank().over(partition_by=counted.part_0, order_by=order).label("place")
-    found = sa.select(*(counted[name] for name in (*_COLUMNS, "counted")), place).subquery()
-    return sa.select(found).where(found.c.place == 1).order_by(found.c.serial)
+    placed = sa.select(*(counted[name] for name in (*_COLUMNS, "counted")), place).subquery()
+    return sa.select(placed).where(placed.c.place == 1).order_by(placed.c.serial)
 
 
 _COLUMNS = ("serial", "id", "kind", "step", "commits", "created", "launch_id")
@@ -201,9 +201,9 @@ def _before_many(last: Select[Any]) -> CompoundSelect[Any]:
 
     from ucformat.catalog.models import Checkpoint
 
-    found = last.cte()
-    step, commits = sa.func.min(sa.func.coalesce(found.c.step, -1)), sa.func.min(sa.func.coalesce(found.c.commits, 0))
-    least = sa.select(found.c.run_id, step.label("step"), commits.label("commits")).group_by(found.c.run_id).cte()
+    newest = last.cte()
+    step, commits = sa.func.min(sa.func.coalesce(newest.c.step, -1)), sa.func.min(sa.func.coalesce(newest.c.commits, 0))
+    least = sa.select(newest.c.run_id, step.label("step"), commits.label("commits")).group_by(newest.c.run_id).cte()
     run, other = Checkpoint.__table__.alias().c, Checkpoint.__table__.alias().c
     counted = sa.select(sa.func.min(sa.func.coalesce(other.step, -1))).where(
         other.run_id == least.c.run_id, other.commits >= least.c.commits
@@ -212,4 +212,4 @@ def _before_many(last: Select[Any]) -> CompoundSelect[Any]:
         sa.select(run.serial).where(run.run_id == least.c.run_id, later)
         for later in (run.step >= least.c.step, run.step >= counted.scalar_subquery(), run.step.is_(None))
     ]
-    return sa.union(sa.select(found.c.serial), *parts)
+    return sa.union(sa.select(newest.c.serial), *parts)

@@ -130,10 +130,10 @@ def same_url(place: str) -> str:
     Returns:
         An absolute path, or a url without a slash at the end.
     """
-    scheme, found, rest = place.partition("://")
-    if found and scheme.lower() != "file":
+    scheme, separator, rest = place.partition("://")
+    if separator and scheme.lower() != "file":
         return place.rstrip("/")
-    path = unquote(f"/{rest.partition('/')[2]}") if found else place
+    path = unquote(f"/{rest.partition('/')[2]}") if separator else place
     return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 - links stay as they are written
 
 
@@ -187,9 +187,9 @@ def resolve(connection: Connection, ref: Ref) -> int:
     serial: int | None = None
     if ref.id is not None:
         serial = connection.scalar(by_id)
-        found = _rows(connection, sa.select(*_COLUMNS).where(starts_with(Checkpoint.id, ref.id)))
-        if serial is None and found:
-            return _one(ref, found)
+        matches = _rows(connection, sa.select(*_COLUMNS).where(starts_with(Checkpoint.id, ref.id)))
+        if serial is None and matches:
+            return _one(ref, matches)
     if serial is None:
         place = ref.place or same_url(ref.text)
         serial = connection.scalar(sa.select(Location.checkpoint).where(Location.url == place))
@@ -224,15 +224,15 @@ def resolve_between(connection: Connection, run: str, first: int, last: int) -> 
     """
     there = (Checkpoint.run_id == _run_id(connection, run), Checkpoint.step.between(first, last))
     query = sa.select(*_COLUMNS).where(*there, unindexed(Checkpoint.state) == "committed").order_by(Checkpoint.step)
-    found: dict[int, list[Any]] = {}
+    by_step: dict[int, list[Any]] = {}
     for row in connection.execute(query):
-        found.setdefault(row.step, []).append(row)
-    if not found:
+        by_step.setdefault(row.step, []).append(row)
+    if not by_step:
         raise NotFound(
             f"the run {run!r} has no checkpoint of the steps {first} to {last}",
             hint=f"`ucp ls \"run = '{run}'\"` lists its steps",
         )
-    return [_one(Ref(f"{run}@{step}", run=run, at=step), rows) for step, rows in found.items()]
+    return [_one(Ref(f"{run}@{step}", run=run, at=step), rows) for step, rows in by_step.items()]
 
 
 def greatest_commits(connection: Connection, run: str) -> int:
@@ -278,16 +278,16 @@ def _rows(connection: Connection, query: Any) -> Sequence[Any]:
 def _alias(connection: Connection, name: str) -> int:
     serial = connection.scalar(sa.select(Alias.checkpoint).where(Alias.name == name))
     if serial is None:
-        known = connection.scalars(sa.select(Alias.name)).all()
-        raise NotFound(f"there is no alias {name!r}", hint=_nearest(name, known) or "`ucp alias list` shows all")
+        names = connection.scalars(sa.select(Alias.name)).all()
+        raise NotFound(f"there is no alias {name!r}", hint=_nearest(name, names) or "`ucp alias list` shows all")
     return serial
 
 
 def _run_id(connection: Connection, run: str) -> int:
     run_id = connection.scalar(sa.select(Run.id).where(Run.name == run))
     if run_id is None:
-        known = connection.scalars(sa.select(Run.name)).all()
-        raise NotFound(f"the catalog has no run {run!r}", hint=_nearest(run, known) or "`ucp ls` lists checkpoints")
+        names = connection.scalars(sa.select(Run.name)).all()
+        raise NotFound(f"the catalog has no run {run!r}", hint=_nearest(run, names) or "`ucp ls` lists checkpoints")
     return int(run_id)
 
 
@@ -311,12 +311,12 @@ def _at(connection: Connection, ref: Ref, these: ColumnElement[bool], name: str)
     """The checkpoint at a step of a run, launch or folder, or its newest."""
     if isinstance(ref.at, int):
         here = sa.select(*_COLUMNS).where(these, Checkpoint.step == ref.at)
-        found = _rows(connection, here.where(unindexed(Checkpoint.state).in_(("committed", "deleted"))))
-        found = [r for r in found if r.state == "committed"] or found  # a deleted one can be restored by its name
-        if not found:
+        matches = _rows(connection, here.where(unindexed(Checkpoint.state).in_(("committed", "deleted"))))
+        matches = [r for r in matches if r.state == "committed"] or matches  # a deleted one can be restored by its name
+        if not matches:
             hint = f"`ucp ls \"run = '{ref.run}'\"` lists its steps" if ref.run else "`ucp ls --runs` lists runs"
             raise NotFound(f"{name} has no checkpoint of step {ref.at}", hint=hint)
-        return _one(ref, found)
+        return _one(ref, matches)
     there = (these, Checkpoint.state == "committed", Checkpoint.step.is_not(None))
     newest: dict[int | None, list[Any]] = {}
     for row in connection.execute(select_newest_of_launches(*there)):
@@ -352,19 +352,19 @@ def _several_heads(
     connection: Connection,
     ref: Ref,
     name: str,
-    found: Sequence[Any],
+    tips: Sequence[Any],
     launches: Mapping[int | None, tuple[str | None, Any, Any]],
 ) -> UsageError:
     """The error that lists the heads of a run that has several lines."""
     urls = sa.select(Location.checkpoint, sa.func.min(Location.url)).group_by(Location.checkpoint)
-    shown = Location.checkpoint.in_([r.serial for r in found[:_SHOWN]])
+    shown = Location.checkpoint.in_([r.serial for r in tips[:_SHOWN]])
     places: dict[int, str] = dict(connection.execute(urls.where(shown)).all())
     listed = [
         f"  step {r.step}: {r.id[:12]}, launch {launch_label(launches[r.launch_id][0])}, {places.get(r.serial, 'gone')}"
-        for r in found[:_SHOWN]
+        for r in tips[:_SHOWN]
     ]
-    more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    text = f"{ref.text!r} is ambiguous: {name} has {len(found)} lines that do not continue each other; their newest are"
+    more = [f"  and {len(tips) - _SHOWN} more"] if len(tips) > _SHOWN else []
+    text = f"{ref.text!r} is ambiguous: {name} has {len(tips)} lines that do not continue each other; their newest are"
     return UsageError("\n".join([text, *listed, *more]), hint=_CHOOSE)
 
 
@@ -386,24 +386,24 @@ def _warn_of_clocks(connection: Connection, there: tuple[Any, ...], newest: Any)
         _log.warning("%s", contradiction(newest.id[:12], newest.created, other.id[:12], other.created))
 
 
-def _one(ref: Ref, found: Sequence[Any]) -> int:
+def _one(ref: Ref, matches: Sequence[Any]) -> int:
     """The only match; among several checkpoints of one step, the universal one.
 
     Raises:
         UsageError: several match.
     """
-    if len(found) > 1 and ref.run is not None:
-        found = [r for r in found if r.kind == "ucformat"] or found
-    if len(found) > 1:
-        several = ", ".join(r.id[:12] for r in found[:5]) + (" and more" if len(found) > 5 else "")
+    if len(matches) > 1 and ref.run is not None:
+        matches = [r for r in matches if r.kind == "ucformat"] or matches
+    if len(matches) > 1:
+        several = ", ".join(r.id[:12] for r in matches[:5]) + (" and more" if len(matches) > 5 else "")
         raise UsageError(f"{ref.text!r} matches several checkpoints: {several}", hint="write one of these ids")
-    return int(found[0].serial)
+    return int(matches[0].serial)
 
 
-def _nearest(word: str, known: Sequence[str]) -> str | None:
+def _nearest(word: str, names: Sequence[str]) -> str | None:
     from difflib import get_close_matches
 
-    near = get_close_matches(word, known, 3, 0.5)
+    near = get_close_matches(word, names, 3, 0.5)
     return f"did you mean {' or '.join(near)}?" if near else None
 
 
@@ -428,8 +428,8 @@ def locations(connection: Connection, root: str) -> list[LocationEntry]:
     """
     root = root.rstrip("/")
     below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
-    found = sa.select(Location.url, Location.checkpoint, Location.seen).where(below).order_by(Location.url)
-    return [LocationEntry(*row) for row in connection.execute(found)]
+    query = sa.select(Location.url, Location.checkpoint, Location.seen).where(below).order_by(Location.url)
+    return [LocationEntry(*row) for row in connection.execute(query)]
 
 
 def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
@@ -444,12 +444,12 @@ def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
     """
     root = root.rstrip("/")
     below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
-    found = (
+    query = (
         sa.select(Location.url, Checkpoint.id, Location.listing)
         .join(Checkpoint, Checkpoint.serial == Location.checkpoint)
         .where(below, Location.listing.is_not(None), unindexed(Checkpoint.state).in_(("committed", "deleted")))
     )
-    return {url: (checkpoint, str(listing)) for url, checkpoint, listing in connection.execute(found)}
+    return {url: (checkpoint, str(listing)) for url, checkpoint, listing in connection.execute(query)}
 
 
 def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[str]]:
@@ -462,10 +462,10 @@ def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[
     Returns:
         The sorted urls, by id; checkpoints without a place are left out.
     """
-    found: dict[str, list[str]] = {}
+    urls: dict[str, list[str]] = {}
     for at in range(0, len(serials), MAX_IN_LIST):
         some = Location.checkpoint.in_(serials[at : at + MAX_IN_LIST])
         here = sa.select(Checkpoint.id, Location.url).join(Location, Location.checkpoint == Checkpoint.serial)
         for name, url in connection.execute(here.where(some).order_by(Location.url)):
-            found.setdefault(name, []).append(url)
-    return found
+            urls.setdefault(name, []).append(url)
+    return urls

@@ -56,14 +56,14 @@ def find_serials(
         chosen = _newest_first(connection, conditions, None if limit is None else max(1, offset + limit))
     else:
         by, order = _order(connection, sort, now)
-        found: Sequence[ColumnElement[bool]] | None = None
+        criteria: Sequence[ColumnElement[bool]] | None = None
         for walked in _WALKED if limit is not None and _metric(by) is not None else ():
-            if (found := conditions.few(connection, walked)) is not None:
+            if (criteria := conditions.few(connection, walked)) is not None:
                 break
             best = _first_by_metric(connection, conditions.each, by, order, walked).limit(limit).offset(offset)
             if len(first := list(connection.scalars(best))) == limit:
                 return first
-        chosen = sa.select(Checkpoint.serial).where(*(found or conditions.all(connection))).order_by(*order)
+        chosen = sa.select(Checkpoint.serial).where(*(criteria or conditions.all(connection))).order_by(*order)
     return list(connection.scalars(chosen.limit(limit).offset(offset)))
 
 
@@ -76,8 +76,8 @@ def _newest_first(connection: Connection, conditions: _Conditions, count: int | 
     """The query for at least so many of the newest checkpoints that match, in order."""
     columns: Any = sa.select(Checkpoint.serial, Checkpoint.run_id, Checkpoint.step, Checkpoint.commits)
     for walked in _WALKED if count is not None and conditions.committed else ():
-        if (found := conditions.few(connection, walked // 4)) is not None:  # the newest lie side by side
-            return select_newest_first(*found)
+        if (criteria := conditions.few(connection, walked // 4)) is not None:  # the newest lie side by side
+            return select_newest_first(*criteria)
         committed = Checkpoint.state == "committed"
         start = _created(connection, walked, committed)
         later = () if start is None else (Checkpoint.created > start,)
@@ -85,16 +85,18 @@ def _newest_first(connection: Connection, conditions: _Conditions, count: int | 
         if since is not None:
             last = columns.where(Checkpoint.created >= since, committed, *conditions.each)
             return select_newest_first(*conditions.each, before(connection, last))
-    found = conditions.all(connection)
-    since = None if count is None else _created(connection, count - 1, Checkpoint.serial.in_(_all(found)))
+    criteria = conditions.all(connection)
+    since = None if count is None else _created(connection, count - 1, Checkpoint.serial.in_(_all(criteria)))
     if since is None:
-        return select_newest_first(*found)
-    return select_newest_first(*conditions.each, before(connection, columns.where(Checkpoint.created >= since, *found)))
+        return select_newest_first(*criteria)
+    last = columns.where(Checkpoint.created >= since, *criteria)
+    return select_newest_first(*conditions.each, before(connection, last))
 
 
-def _all(found: Sequence[ColumnElement[bool]]) -> Select[Any]:
+def _all(criteria: Sequence[ColumnElement[bool]]) -> Select[Any]:
     """The serials of checkpoints, found before they are sorted: PostgreSQL would go through all others in the order."""
-    return sa.select(sa.select(Checkpoint.serial).where(*found).cte().prefix_with("MATERIALIZED", dialect="postgresql"))
+    serials = sa.select(Checkpoint.serial).where(*criteria).cte()
+    return sa.select(serials.prefix_with("MATERIALIZED", dialect="postgresql"))
 
 
 def _created(connection: Connection, number: int, *where: ColumnElement[bool]) -> datetime | None:
@@ -132,9 +134,9 @@ def _first_by_metric(
     """
     name, down = _metric(by), by.keys[0].descending
     value = Metric.value.desc() if down else Metric.value.asc()
-    known = sa.select(Metric.checkpoint, Metric.value).where(Metric.name == name, Metric.value.is_not(None))
-    best = known.order_by(value).limit(walked).subquery()
-    last = connection.scalar(sa.select(known.order_by(value).offset(walked).limit(1).subquery().c.value))
+    values = sa.select(Metric.checkpoint, Metric.value).where(Metric.name == name, Metric.value.is_not(None))
+    best = values.order_by(value).limit(walked).subquery()
+    last = connection.scalar(sa.select(values.order_by(value).offset(walked).limit(1).subquery().c.value))
     chosen = sa.select(Checkpoint.serial).join(best, best.c.checkpoint == Checkpoint.serial).where(*each)
     if last is not None:  # of equal values, others may come first
         chosen = chosen.where(best.c.value > last if down else best.c.value < last)
@@ -157,18 +159,18 @@ def count_checkpoints(
         The number; None if more would have to be tested.
     """
     conditions = _where(connection, where, now, deleted=deleted)
-    found: Sequence[ColumnElement[bool]] | None
+    criteria: Sequence[ColumnElement[bool]] | None
     if most is None:
-        found = conditions.all(connection)
+        criteria = conditions.all(connection)
     else:
-        found = conditions.few(connection, most)
+        criteria = conditions.few(connection, most)
         everything = sa.select(sa.func.count()).select_from(sa.select(Checkpoint.serial).limit(most + 1).subquery())
-        if found is None and connection.execute(everything).scalar_one() > most:
+        if criteria is None and connection.execute(everything).scalar_one() > most:
             return None
-        found = found or conditions.each
-    if len(found) == 1 and found[0] is _COMMITTED:
-        found = (Checkpoint.state == "committed",)  # whose index has all that is counted
-    return connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*found)).scalar_one()
+        criteria = criteria or conditions.each
+    if len(criteria) == 1 and criteria[0] is _COMMITTED:
+        criteria = (Checkpoint.state == "committed",)  # whose index has all that is counted
+    return connection.execute(sa.select(sa.func.count()).select_from(Checkpoint).where(*criteria)).scalar_one()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,17 +203,17 @@ def find_lines(connection: Connection, where: str, now: datetime) -> list[tuple[
     chosen = sa.select(Checkpoint.serial).where(*conditions.all(connection))
     columns = (Checkpoint.serial, Checkpoint.id, Run.name, Checkpoint.step, Checkpoint.commits, Checkpoint.created)
     query = sa.select(*columns, Checkpoint.nbytes, Checkpoint.launch_id).join(Run, Run.id == Checkpoint.run_id)
-    found = connection.execute(query.where(Checkpoint.serial.in_(chosen))).all()
-    launches = load_continuations(connection, {row.launch_id for row in found})
+    rows = connection.execute(query.where(Checkpoint.serial.in_(chosen))).all()
+    launches = load_continuations(connection, {row.launch_id for row in rows})
     runs: dict[str, list[_Row]] = {}
-    for serial, name, run, step, commits, created, nbytes, number in found:
+    for serial, name, run, step, commits, created, nbytes, number in rows:
         launch, _, continues = launches[number]
         row = _Row(serial, name, run, step, commits, created, nbytes, launch, continues)
         runs.setdefault(run, []).append(row)
     return [
         (run, head.serial, len(line), sum(row.nbytes for row in line))
         for run in sorted(runs)
-        for head, line in sorted(lines(runs[run]), key=lambda found: found[0].created, reverse=True)
+        for head, line in sorted(lines(runs[run]), key=lambda pair: pair[0].created, reverse=True)
     ]
 
 
@@ -238,18 +240,18 @@ class _Conditions:
 
     def few(self, connection: Connection, most: int) -> Sequence[ColumnElement[bool]] | None:
         """The conditions by which to find checkpoints, if one of them is met by at most so many."""
-        for i, (found, rows) in enumerate(self.parts) if len(self.parts) > 1 else ():
+        for i, (condition, rows) in enumerate(self.parts) if len(self.parts) > 1 else ():
             if rows is None:
                 continue
             number = sa.select(sa.func.count()).select_from(rows.limit(most + 1).subquery())
             if connection.execute(number).scalar_one() <= most:
-                return found, *(test for j, test in enumerate(self.each) if j != i)
+                return condition, *(test for j, test in enumerate(self.each) if j != i)
         return None
 
     def all(self, connection: Connection) -> Sequence[ColumnElement[bool]]:
         """The conditions by which to find checkpoints, by the one that fewest meet."""
-        found = (self.few(connection, most) for most in _WALKED)
-        return next((f for f in found if f is not None), [condition for condition, _ in self.parts])
+        few = (self.few(connection, most) for most in _WALKED)
+        return next((f for f in few if f is not None), [condition for condition, _ in self.parts])
 
 
 _COMMITTED = unindexed(Checkpoint.state) == "committed"
