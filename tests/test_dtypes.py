@@ -6,12 +6,17 @@ The names are those of the packages themselves, so a new version of one that def
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 import struct
+import sys
+import types
 import zipfile
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +33,7 @@ from tests.cli.conftest import object_of, run
 from tests.fakes import FakeSource, random_array, same
 from tests.sources.suite import read_whole
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import LayoutError, StateMismatch, UnsupportedError
+from ucformat.errors import IntegrityError, LayoutError, StateMismatch, UnsupportedError
 from ucformat.exporters import EXPORTERS
 from ucformat.jobs.convert import convert
 from ucformat.jobs.export import export
@@ -50,7 +55,10 @@ __all__ = ["run"]  # the fixture
 DATA = Path(__file__).parent / "data"
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:ComplexHalf support", "ignore:.*uantize", "ignore:torch.distributed is disabled"
+    "ignore:ComplexHalf support",
+    "ignore:.*uantize",
+    "ignore:torch.distributed is disabled",
+    "ignore:.*(Sparse|nested|MaskedTensor|Masked)",
 )
 
 deserialize: Any = safetensors.deserialize
@@ -238,6 +246,34 @@ def quantized_in_torch_save(folder: Path) -> Path:
     return folder / "m.pt"
 
 
+def saved_beside(bad: Callable[[], Any]) -> Callable[[Path], Path]:
+    """Saves a tensor beside an ordinary one."""
+
+    def make(folder: Path) -> Path:
+        torch.save({"a": torch.arange(4.0), "bad": bad()}, folder / "m.pt")
+        return folder / "m.pt"
+
+    return make
+
+
+def nested(**layout: Any) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], **layout)
+
+
+#: Tensors whose elements are not at one place of a storage as they are, by what is said of them.
+ODD_TENSORS: dict[str, Callable[[], Any]] = {
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "sparse_bsc": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+    "resolve_conj": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "resolve_neg": lambda: torch.ones(3, dtype=torch.complex64).conj().imag,
+    "`meta`": lambda: torch.nn.Parameter(torch.empty(3, 4, device="meta")),
+    "a nested tensor": nested,
+    "NestedTensor": lambda: nested(layout=torch.jagged),
+    "MaskedTensor": lambda: torch.masked.masked_tensor(torch.ones(3), torch.ones(3) > 0),
+}
+
+
 def unknown_in_dcp(folder: Path) -> Path:
     state = {"a": torch.arange(4.0), "bad": torch.zeros(3, dtype=torch.uint16)}
     dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
@@ -256,7 +292,14 @@ def unknown_in_zarr(folder: Path) -> Path:
     return folder / "z"
 
 
-UNKNOWN = [unknown_in_safetensors, unknown_in_torch_save, quantized_in_torch_save, unknown_in_dcp, unknown_in_zarr]
+UNKNOWN: list[Any] = [
+    unknown_in_safetensors,
+    unknown_in_torch_save,
+    quantized_in_torch_save,
+    unknown_in_dcp,
+    unknown_in_zarr,
+]
+UNKNOWN += [pytest.param(saved_beside(make), id=what) for what, make in ODD_TENSORS.items()]
 
 
 @pytest.mark.parametrize("make", UNKNOWN)
@@ -297,6 +340,28 @@ def test_a_dtype_that_nobody_knows_refuses_only_its_tensor(make: Any, tmp_path: 
     assert not ck.view([{"keep": "a"}]).unreadable
 
 
+@pytest.mark.parametrize("what", ODD_TENSORS)
+def test_what_is_said_of_an_odd_tensor(what: str, tmp_path: Path) -> None:
+    """Two of them are two tensors, although nothing in the file tells them apart; and so are its values elsewhere."""
+    bad = ODD_TENSORS[what]
+    torch.save({"model": {"a": torch.ones(2), "x": bad(), "y": bad()}, "seen": [bad()]}, tmp_path / "m.pt")
+    ck = ucformat.open(tmp_path / "m.pt")
+    assert {key.name for key in ck.unreadable} == {"x", "y", "seen.0"}
+    assert all(what in reason for reason in ck.unreadable.values())
+    assert ck.objects == {"seen": [{"$ref": "seen.0"}]}
+
+
+def test_an_odd_item_of_dcp(tmp_path: Path) -> None:
+    """Its metadata does not say so: the item does, when it is read."""
+    bad = ODD_TENSORS["resolve_conj"]()
+    dcp.save({"a": torch.arange(4.0), "bad": bad}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    ck = ucformat.open(tmp_path / "dcp")
+    assert ck["a"].read().tolist() == [0, 1, 2, 3]
+    with pytest.raises(UnsupportedError, match=r"bad \(weight\)\[0:3\] is conjugated"):
+        ck["bad"].read()
+    assert [(p.name, "resolve_conj" in p.reason) for p in verify(tmp_path / "dcp").problems] == [("bad", True)]
+
+
 def with_unknown_dtype(path: Path, change: Callable[[Any], Any]) -> None:
     """Change the value of a file of torch.save, whose tensors of uint16 are then of a dtype of a future version."""
     torch.save(change(torch.load(path, weights_only=False)), path)
@@ -307,7 +372,7 @@ def with_unknown_dtype(path: Path, change: Callable[[Any], Any]) -> None:
             out.writestr(name, rename_dtype(data) if name.endswith("data.pkl") else data)
 
 
-def one_unknown(*path: str) -> Callable[[Any], Any]:
+def one_unknown(*path: Any) -> Callable[[Any], Any]:
     def change(value: Any) -> Any:
         inner = value
         for key in path[:-1]:
@@ -355,6 +420,214 @@ def test_an_unknown_dtype_in_files_of_engines(
     assert all(same(ck[key].read(), whole[key].read()) for key in ck.tensors)
     with pytest.raises(UnsupportedError, match="float9"):
         convert(ck, tmp_path / "out")
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `torch.load` and `torch.save` handle objects of engines that are not installed."""
+
+    class Kind(type):
+        def __getattr__(cls, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return cls(name)  # a member of an enumeration
+
+    class Thing(metaclass=Kind):
+        def __new__(cls, *args: Any) -> Self:
+            made = super().__new__(cls)
+            made.args = args
+            return made
+
+        def __init__(self, *_: Any) -> None:
+            self.args: tuple[Any, ...]
+
+        def __reduce__(self) -> Any:
+            return type(self), self.args, {k: v for k, v in vars(self).items() if k != "args"}
+
+    class Engine(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            found = Kind(name, (Thing,), {"__module__": self.__name__})
+            setattr(self, name, found)
+            return found
+
+    class Finder(MetaPathFinder, Loader):
+        def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+            return (
+                ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in ("deepspeed", "megatron") else None
+            )
+
+        def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+            monkeypatch.setitem(sys.modules, spec.name, found := Engine(spec.name))
+            return found
+
+        def exec_module(self, _: types.ModuleType) -> None:
+            pass
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+
+
+def in_metadata(part: str) -> Callable[[Path], None]:
+    """Gives the entries whose names contain this an unknown dtype in the `.metadata` of DCP."""
+
+    def change(path: Path) -> None:
+        meta = pickle.loads(path.read_bytes())  # noqa: S301
+        for name, entry in meta.state_dict_metadata.items():
+            if part in name and hasattr(entry, "properties"):
+                entry.properties.dtype = torch.uint16
+        path.write_bytes(rename_dtype(pickle.dumps(meta, 2)))
+
+    return change
+
+
+def in_file(*path: Any) -> Callable[[Path], None]:
+    return lambda file: with_unknown_dtype(file, one_unknown(*path))
+
+
+BUFFER = (0, (torch.bfloat16, torch.float32))
+STATES = ("master", "exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize(
+    ("folder", "pattern", "change", "names", "states"),
+    [
+        pytest.param(
+            "deepspeed/tp2-dp2-z1/ckpt",
+            "zero_pp_rank_0_mp_rank_01_optim_states.pt",
+            in_file("optimizer_state_dict", "base_optimizer_state", "state", 0, "exp_avg"),
+            0,
+            ("exp_avg",),
+            id="a flat state of ZeRO 1 on one tensor-parallel rank",
+        ),
+        pytest.param(
+            "deepspeed/tp2-dp2-z3/ckpt",
+            "*_mp_rank_0?_optim_states.pt",
+            in_file("optimizer_state_dict", "fp32_flat_groups", 0),
+            0,
+            ("master",),
+            id="a flat master of ZeRO 3",
+        ),
+        pytest.param(
+            "deepspeed/pp2-z0/ckpt",
+            "layer_00-*",
+            in_file("weight"),
+            "0.weight",
+            ("weight", "exp_avg", "exp_avg_sq", "step"),
+            id="the first layer of a pipeline",
+        ),
+        pytest.param(
+            "megatron/pp2-bf16-tied/classic",
+            "mp_rank_00_001/model_optim_rng.pt",
+            in_file("model", "decoder.final_layernorm.weight"),
+            "decoder.final_layernorm.weight",
+            ("weight", *STATES, "step"),
+            id="a weight that has a copy",
+        ),
+        pytest.param(
+            "megatron/tp2-dp2-flat/classic",
+            "mp_rank_00/distrib_optim.pt",
+            in_file(*BUFFER, "exp_avg"),
+            "",
+            ("exp_avg",),
+            id="a flat buffer of Megatron",
+        ),
+        pytest.param(
+            "megatron/tp2-pp2-flat/classic",
+            "distrib_optim.pt",
+            in_file(*BUFFER, "param"),
+            "",
+            STATES,
+            id="the fp32 copies in a flat buffer, which alone prove what is where",
+        ),
+        pytest.param(
+            "megatron/tp2-dp2-full/sharded",
+            ".metadata",
+            in_metadata("exp_avg.decoder.layers.mlp.linear_fc1.weight"),
+            "linear_fc1.weight",
+            ("exp_avg",),
+            id="an entry of torch_dist",
+        ),
+        pytest.param(
+            "megatron/tp2-pp2-flat/sharded",
+            ".metadata",
+            in_metadata("bucket_idx_0.exp_avg"),
+            "",
+            ("exp_avg", "exp_avg_sq"),
+            id="flat buckets of torch_dist",
+        ),
+        pytest.param(
+            "megatron/tp2-pp2-flat/sharded",
+            ".metadata",
+            in_metadata("bucket_idx_0.param"),
+            "",
+            STATES,
+            id="the fp32 copies in flat buckets",
+        ),
+    ],
+)
+def test_an_unknown_dtype_of_a_few_tensors(
+    tmp_path: Path, folder: str, pattern: str, change: Callable[[Path], None], names: Any, states: tuple[str, ...]
+) -> None:
+    """What is in the same buffer is refused with it; everything else is read, although other ranks know the dtype."""
+    whole = ucformat.open(DATA / folder)
+    place = shutil.copytree(DATA / folder, tmp_path / "src")
+    for path in place.rglob(pattern):
+        change(path)
+    ck = ucformat.open(place)
+    of = set(whole.metadata.groups[names]["params"]) if isinstance(names, int) else None
+    bad = {k for k in whole.tensors if k.state in states and (k.name in of if of is not None else names in k.name)}
+    assert {k for k in ck.unreadable if not k.state.endswith(".padding")} == bad
+    assert {k for k in set(whole.tensors) - set(ck.tensors) if not k.state.endswith(".padding")} == bad
+    assert all(same(ck[key].read(), whole[key].read()) for key in ck.tensors)
+
+
+def test_an_unknown_dtype_in_a_client_state(tmp_path: Path) -> None:
+    whole, place = ucformat.open(DATA / "deepspeed/tp2-z0/ckpt"), tmp_path / "src"
+    shutil.copytree(DATA / "deepspeed/tp2-z0/ckpt", place)
+    for path in place.rglob("mp_rank_0?_model_states.pt"):
+        with_unknown_dtype(path, lambda value: {**value, "mine": torch.zeros(3, dtype=torch.uint16)})
+    ck = ucformat.open(place)
+    assert {key.name for key in ck.unreadable} == {"client_state.mine"}
+    assert read_whole(ck) == read_whole(whole)
+
+
+@pytest.mark.usefixtures("engines")
+def test_an_unknown_dtype_on_a_later_data_parallel_rank(tmp_path: Path) -> None:
+    """It is found when the file is first opened, which needs a tensor that is partly in it."""
+    folder = DATA / "deepspeed" / "ep1-dp2-z1" / "ckpt"
+    whole, place = ucformat.open(folder), shutil.copytree(folder, tmp_path / "src")
+    (path,) = place.rglob("*zero_pp_rank_1_*optim_states.pt")
+    in_file("optimizer_state_dict", "base_optimizer_state", "state", 0, "exp_avg")(path)
+    ck = ucformat.open(place)
+    refused = set()
+    for key in ck.tensors:
+        try:
+            found = ck[key].read()
+        except UnsupportedError:
+            refused.add(key)
+        else:
+            assert same(found, whole[key].read())
+    assert refused
+    assert {key.state for key in refused} == {"exp_avg"}
+    assert any("float9" in problem.reason for problem in verify(place).problems)
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize(
+    ("folder", "masters"), [("tp2-dp2-z1", "single_partition_of_fp32_groups"), ("tp2-dp2-z3", "fp32_flat_groups")]
+)
+def test_ranks_that_disagree_about_a_dtype(tmp_path: Path, folder: str, masters: str) -> None:
+    """Without the check, the elements of one rank would be read with the size of another's."""
+    place = shutil.copytree(DATA / "deepspeed" / folder / "ckpt", tmp_path / "src")
+    for path in place.rglob("*zero_pp_rank_1_*optim_states.pt"):
+        value = torch.load(path, weights_only=False)
+        value["optimizer_state_dict"][masters] = [t.half() for t in value["optimizer_state_dict"][masters]]
+        torch.save(value, path)
+    ck = ucformat.open(place)
+    with pytest.raises(IntegrityError, match=r"other optimizer states of group 0 .*master \(float16\)"):
+        read_whole(ck)
 
 
 def test_an_unknown_dtype_in_bytecheckpoint(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.sources.interpreters import INTERPRETERS
 from tests.sources.torch_files import call, glob, integer, pickled, storage, tensor, text, tuple_of
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
 from ucformat.sources.pickle import unpickler
-from ucformat.sources.pickle.stand_ins import Dtype, Inert, NdArray, StoredTensor
+from ucformat.sources.pickle.stand_ins import Dtype, Inert, NdArray, StoredTensor, why_refused
 from ucformat.sources.pickle.unpickler import unpickle
 
 STORAGES = {"0": 16, "empty": 0}
@@ -139,12 +139,44 @@ def test_tensors_outside_their_storage_are_caught(bad: bytes) -> None:
         load(pickled(bad))
 
 
-def test_a_flag_that_changes_the_values_is_refused() -> None:
+def test_a_flag_that_changes_the_values_refuses_the_tensor() -> None:
     sizes = [tuple_of(integer(4)), tuple_of(integer(1))]
     special = b"}" + text("conj") + b"\x88s"
     conj = call(glob("torch._utils", "_rebuild_tensor_v2"), storage(), integer(0), *sizes, b"\x89", b"N", special)
-    with pytest.raises(UnsupportedError, match="resolve_conj"):
-        load(pickled(conj))
+    found = load(pickled(conj))
+    assert (found.shape, found.readable) == ((4,), False)
+    assert "resolve_conj" in why_refused(found.dtype)
+
+
+LAYOUT = call(glob("torch.serialization", "_get_layout"), text("torch.sparse_coo"))
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("_utils._rebuild_sparse_tensor", (LAYOUT, tuple_of(text("x"), text("y")))),
+        ("_utils._rebuild_sparse_tensor", (LAYOUT, tuple_of(tensor(), tensor()))),
+        ("_utils._rebuild_sparse_tensor", (text("torch.sparse_coo"), tuple_of(tensor(), tuple_of(integer(4))))),
+        ("_utils._rebuild_nested_tensor", (text("x"),)),
+        ("_utils._rebuild_meta_tensor_no_storage", (text("float32"), tuple_of(integer(4)))),
+        ("_utils._rebuild_meta_tensor_no_storage", (glob("torch", "float32"), tuple_of(integer(-4)))),
+        ("_utils._rebuild_device_tensor_from_cpu_tensor", (text("x"), glob("torch", "float32"))),
+        ("_utils._rebuild_wrapper_subclass", (glob("torch.masked.x", "M"), text("x"), tuple_of(integer(4)))),
+        ("_tensor._rebuild_from_type_v2", (text("x"), text("x"), tuple_of(), b"N")),
+        ("_tensor._rebuild_from_type_v2", (glob("torch", "Size"), glob("torch.masked.x", "M"), tuple_of(), b"N")),
+    ],
+)
+def test_tensors_of_other_kinds_that_are_damaged(name: str, args: tuple[bytes, ...]) -> None:
+    module, _, function = f"torch.{name}".rpartition(".")
+    with pytest.raises(IntegrityError, match=r"x\.pt: a .*tensor"):
+        load(pickled(call(glob(module, function), *args)))
+
+
+def test_a_tensor_that_was_copied_from_a_device() -> None:
+    rebuild = glob("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
+    same, other = (load(pickled(call(rebuild, tensor(), glob("torch", d), text("xla:0")))) for d in ("float32", "half"))
+    assert (same.readable, other.readable) == (True, False)
+    assert why_refused(other.dtype) == "is float16, stored as float32"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +205,7 @@ REFUSED = """
     os.system posix.system nt.system subprocess.Popen builtins.eval builtins.exec builtins.__import__ builtins.open
     __builtin__.compile builtins.setattr builtins.type builtins.object functools.partial operator.attrgetter
     operator.itemgetter types.FunctionType types.CodeType importlib.import_module pickle.loads torch.load torch.hub.load
-    torch.jit.load torch._utils._rebuild_sparse_tensor numpy.load numpy.fromfile shutil.rmtree webbrowser.open
+    torch.jit.load torch._utils._rebuild_wrapper numpy.load numpy.fromfile shutil.rmtree webbrowser.open
     deepspeedy.x __main__.Config copyreg.__newobj__ codecs.decode _codecs.decode ctypes.CDLL sys.exit runpy.run_path
 """
 

@@ -15,6 +15,7 @@ from ucformat.errors import (
     NotFinished,
     NotFound,
     UcformatError,
+    UnsupportedError,
     UsageError,
 )
 from ucformat.format.audit import (
@@ -276,7 +277,7 @@ def _foreign(ck: Checkpoint, replicated: list[_Replicated]) -> Iterator[Check]:
             try:
                 extents = list(source.extents(key))
                 reason = coverage_problem(info, extents)
-            except (IntegrityError, CoverageError) as error:
+            except (IntegrityError, CoverageError, UnsupportedError) as error:
                 extents, reason = [], error.message
             if reason is not None:
                 wrong = [] if reason in named else [Problem(ck.home, reason, *key)]  # once per unreadable file
@@ -317,7 +318,7 @@ def _record(source: OpenSource, record: FileRecord) -> list[Problem]:
 def _tensors_in(source: OpenSource, file: str, start: int, stop: int) -> Iterator[Key]:
     """The tensors that have bytes in a range of a file."""
     for info in source.metadata.tensor_list.tensors:
-        with suppress(IntegrityError, CoverageError):  # reported as a problem of its own
+        with suppress(IntegrityError, CoverageError, UnsupportedError):  # reported as a problem of its own
             for e in source.extents(info.key):
                 if e.file == file and e.box.size and e.offset < stop and e.last + info.itemsize > start:
                     yield info.key

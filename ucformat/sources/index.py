@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from ucformat.errors import IntegrityError, TensorNotFound
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.readable import unreadable_error
 from ucformat.schema import ITEMSIZE
+from ucformat.sources.pickle.stand_ins import why_refused
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     #: Finds the extents of a tensor: at least those that overlap a box of it (None: all).
     Locate = Callable[[Box | None], Iterator[Extent]]
 
-__all__ = ["Group", "Locate", "PrefixedSource", "TensorIndex", "unknown_dtype", "unknown_tensor"]
+__all__ = ["Group", "Locate", "PrefixedSource", "TensorIndex", "unknown_tensor"]
 
 
 @dataclass(slots=True)
@@ -58,17 +58,6 @@ def unknown_tensor(key: Key, known: Iterable[Key], url: str) -> TensorNotFound:
     )
 
 
-def unknown_dtype(dtype: str) -> str:
-    """Why a tensor is unreadable: it has a dtype that `schema` lacks.
-
-    Args:
-        dtype: the dtype as the file spells it.
-    """
-    if dtype.startswith(("qint", "quint")):
-        return f"is a quantized tensor ({dtype}), of which ucformat does not read scale and zero point"
-    return f"has the dtype {reprlib.repr(dtype)}, which ucformat does not know"
-
-
 @dataclass(slots=True)
 class TensorIndex:
     """The tensors of a checkpoint by key, each with a function that finds its extents."""
@@ -96,7 +85,7 @@ class TensorIndex:
             IntegrityError: the index has this name and state already.
         """
         if dtype not in ITEMSIZE:
-            self.refuse(Key(name, state), unknown_dtype(dtype))
+            self.refuse(Key(name, state), why_refused(dtype))
         else:
             self.put(TensorInfo(name, state, dtype, shape), locate)
 

@@ -29,7 +29,7 @@ from ucformat.geometry.tensor import Extent, TensorInfo
 from ucformat.reading.repeats import first_repeated
 from ucformat.sources.dcp.folder import METADATA, Files
 from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
-from ucformat.sources.pickle.stand_ins import Dtype, Inert, OpaqueFile, StoredTensor
+from ucformat.sources.pickle.stand_ins import Dtype, Inert, OpaqueFile, StoredTensor, why_refused
 from ucformat.sources.pickle.unpickler import unpickle
 from ucformat.storage.base import ByteRange, check_key, exists
 from ucformat.storage.concurrency import map_io
@@ -340,6 +340,8 @@ class Items:
     def _parse(self, box: Box, stored: ByteRange, info: TensorInfo) -> list[Extent]:
         file = TorchFile(self.store, stored, f"{info.key}{box}", allow=self._allow)
         found = file.value
+        if isinstance(found, StoredTensor) and not found.readable:
+            raise UnsupportedError(f"{stored.file}: {info.key}{box} {why_refused(found.dtype)}")
         if not isinstance(found, StoredTensor) or (found.dtype, found.shape) != (info.dtype, box.shape):
             actual = f"{found.dtype} of shape {found.shape}" if isinstance(found, StoredTensor) else "no tensor"
             raise IntegrityError(

@@ -13,8 +13,8 @@ from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySeque
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.dcp.names import GROUPS, dotted, split_state
 from ucformat.sources.dcp.state import name_entries
-from ucformat.sources.index import Group, unknown_dtype, unknown_tensor
-from ucformat.sources.pickle.stand_ins import OpaqueFile
+from ucformat.sources.index import Group, unknown_tensor
+from ucformat.sources.pickle.stand_ins import OpaqueFile, unknown_dtype
 from ucformat.sources.values import from_json, json_key, packed, to_json
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, UnsupportedError
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Group",
+    "Partition",
     "Ranks",
+    "check_same_states",
     "hyper_parameters",
     "load_all",
     "need",
@@ -32,6 +35,19 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A rank's optimizer file: for each flat group its part of the master and of the states."""
+
+    file: TorchFile
+    masters: list[StoredTensor]
+    states: list[dict[str, Any]]
+
+    def values(self) -> list[dict[str, Any]]:
+        """All of a group's values by name, for each group."""
+        return [{"master": m, **s} for m, s in zip(self.masters, self.states, strict=True)]
 
 
 class Ranks(ABC, Generic[T]):
@@ -212,16 +228,57 @@ def scalars(file: TorchFile, state: dict[str, Any], dropped: frozenset[str]) -> 
     return {**around, **{k: v for k, v in state.items() if k not in dropped}}
 
 
-def read_scalars(file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, bytes]]:
-    """Read the 0-d tensors among an optimizer's states, as bytes by state.
+def read_scalars(partition: Partition) -> list[dict[str, bytes]]:
+    """Read the 0-d tensors among an optimizer's states, as bytes by state, for each flat group.
 
     Args:
-        file: the optimizer file.
-        groups: the states of each flat group.
+        partition: a rank's optimizer file.
     """
     return [
-        {n: file.read(v) for n, v in states.items() if isinstance(v, StoredTensor) and not v.shape} for states in groups
+        {
+            n: partition.file.read(v)
+            for n, v in states.items()
+            if isinstance(v, StoredTensor) and not v.shape and v.readable
+        }
+        for states in partition.states
     ]
+
+
+def check_same_states(partition: Partition, first: Partition, scalars: Sequence[Mapping[str, bytes]]) -> None:
+    """Check that two ranks have the same optimizer states and scalars (`step`), as far as these can be read.
+
+    Args:
+        partition: a rank's optimizer file.
+        first: rank 0's.
+        scalars: rank 0's, by group.
+
+    Raises:
+        IntegrityError: a name, a dtype, a number of dims or a scalar differs.
+    """
+    for index, (mine, theirs) in enumerate(zip(first.values(), partition.values(), strict=True)):
+        if mine.keys() != theirs.keys() or not all(_alike(v, theirs[n]) for n, v in mine.items()):
+            raise IntegrityError(
+                f"{partition.file.key} has other optimizer states of group {index} than {first.file.key}: "
+                f"{_described(theirs)} instead of {_described(mine)}"
+            )
+    for known, found in zip(scalars, read_scalars(partition), strict=True):
+        if any(known[n] != found[n] for n in known.keys() & found.keys()):
+            raise IntegrityError(
+                f"{partition.file.key}: an optimizer scalar (`step`) differs from that in {first.file.key}",
+                hint="files of different saves are mixed in one folder",
+            )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two values are tensors of one dtype and number of dims, or of one type; what cannot be read may be."""
+    if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
+        return type(one) is type(other)
+    same = one.dtype == other.dtype or not (one.readable and other.readable)
+    return same and len(one.shape) == len(other.shape)
+
+
+def _described(states: Mapping[str, Any]) -> str:
+    return ", ".join(f"{n} ({v.dtype if isinstance(v, StoredTensor) else type(v).__name__})" for n, v in states.items())
 
 
 def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -> UnsupportedError:

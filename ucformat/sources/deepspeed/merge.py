@@ -13,7 +13,7 @@ from ucformat.sources.tp_merge.replicas import Replica, Verdict, compare, must_a
 from ucformat.sources.tp_merge.sharding import Shapes, TPSharding, replicate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from ucformat.geometry.tensor import Extent
     from ucformat.geometry.view import Part
@@ -35,12 +35,12 @@ class Merged:
         self.means: dict[Key, tuple[Key, ...]] = {}
         self._store, self._resolver = store, resolver
         self._homes: dict[str, Sequence[Slice]] = {}  # the first stage that holds a parameter
-        shapes = [_shapes(stage) for stage in stages]
-        described = (name for slices in stages for name in slices[0].model.described)
-        resolver.recognise({name: parts for of in shapes for name, parts in of.items()}, described)
         for slices in stages:
             for one in slices:
                 self.contents.unreadable |= one.contents.unreadable
+        shapes = [_shapes(stage, self.contents.unreadable) for stage in stages]
+        described = (name for slices in stages for name in slices[0].model.described)
+        resolver.recognise({name: parts for of in shapes for name, parts in of.items()}, described)
         for stage, of in zip(stages, shapes, strict=True):
             for name in [n for n in of if self.contents.refused_with(Key(n, "weight"))]:
                 del of[name]
@@ -205,9 +205,9 @@ def tensor_list(stages: Sequence[Sequence[Slice]], contents: TensorIndex) -> Ten
     return TensorList(tuple(infos), {name: g for g, group in enumerate(contents.groups) for name in group.names})
 
 
-def _shapes(slices: Sequence[Slice]) -> dict[str, Shapes]:
+def _shapes(slices: Sequence[Slice], unreadable: Collection[Key]) -> dict[str, Shapes]:
     """The shapes of the parts of each parameter of a stage."""
-    _check_same_tensors(slices)
+    _check_same_tensors(slices, unreadable)
     contents = slices[0].contents
     names = {key.name: None for key in contents.infos if key not in contents.large}
     return {name: tuple(_shape(s, name) for s in slices) for name in names}
@@ -223,12 +223,12 @@ def _shape(of: Slice, name: str) -> tuple[int, ...]:
     return described[name] if name in described else next(i.shape for k, i in infos.items() if k.name == name)
 
 
-def _check_same_tensors(slices: Sequence[Slice]) -> None:
-    """All tensor-parallel ranks of a stage hold parts of the same tensors."""
+def _check_same_tensors(slices: Sequence[Slice], unreadable: Collection[Key]) -> None:
+    """All tensor-parallel ranks of a stage hold parts of the same tensors; of some only other ranks' can be read."""
     first = slices[0].contents
     for of in slices[1:]:
         unshared = (first.infos.keys() - first.large.keys()) ^ (of.contents.infos.keys() - of.contents.large.keys())
-        if unshared:
+        if unshared := unshared.difference(unreadable):
             key = min(unshared)
             there, not_there = (slices[0], of) if key in first.infos else (of, slices[0])
             raise IntegrityError(

@@ -162,13 +162,16 @@ class ModelStates:
         found: dict[str, str] = {}
         for name, tensor in self.module.items():
             where = self.home(name).key, tensor
-            if tensor.size and name not in self.buffers and first.setdefault(where, name) != name:
+            tied = tensor.size and tensor.readable and name not in self.buffers
+            if tied and first.setdefault(where, name) != name:
                 found[name] = first[where]
         return found
 
     def _same(self, a: str, b: str) -> bool:
         one, other = self.module.get(a), self.module.get(b)
-        return one is not None and one == other and one.size > 0 and self.home(a).key == self.home(b).key
+        return (
+            one is not None and one == other and one.size > 0 and one.readable and self.home(a).key == self.home(b).key
+        )
 
     def _names(self, key: str, kind: type | tuple[type, ...]) -> Any:
         """An optional value that contains only names."""

@@ -16,7 +16,6 @@ mappings as if it were not: then those of the group's own order are accepted too
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,9 @@ from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.flat_buffer import FlatBuffer, flat_range, round_robin_order
 from ucformat.sources.deepspeed.contents import (
     Group,
+    Partition,
     Ranks,
+    check_same_states,
     hyper_parameters,
     need,
     read_scalars,
@@ -57,16 +58,7 @@ _TENSORS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Zero12Partition:
-    """A rank's optimizer file: for each group its part of the master and the states."""
-
-    file: TorchFile
-    masters: list[StoredTensor]
-    states: list[dict[str, Any]]
-
-
-class Zero12(Ranks[Zero12Partition]):
+class Zero12(Ranks[Partition]):
     """The flat groups of a ZeRO 1 or 2 checkpoint; ranks beyond the first are opened when their extents are needed."""
 
     def __init__(
@@ -85,10 +77,10 @@ class Zero12(Ranks[Zero12Partition]):
         self.flat: list[FlatBuffer] = []
         self.round_robin: list[FlatBuffer] = []
         self.first = self[0]
-        self._scalars = read_scalars(self.first.file, self.first.states)
+        self._scalars = read_scalars(self.first)
         self._describe(contents)
 
-    def _parse(self, rank: int, file: TorchFile) -> Zero12Partition:
+    def _parse(self, rank: int, file: TorchFile) -> Partition:
         """Parse a rank's file and check it against the layout, which the first file, rank 0's, defines."""
         state = need(file.value, "optimizer_state_dict", dict, file.key)
         raw = need(state, _MASTER, list, file.key)
@@ -106,11 +98,11 @@ class Zero12(Ranks[Zero12Partition]):
                 f"{file.key} was saved by {counts} ranks, but {self.world} files of optimizer states are present",
                 hint="files of different saves are mixed in one folder",
             )
-        partition = Zero12Partition(file, masters, _states(state, len(self.shapes), file.key))
+        partition = Partition(file, masters, _states(state, len(self.shapes), file.key))
         self._check_lengths(rank, partition, padded="zero_stage" not in state)
         self._check_slices(rank, state.get("param_slice_mappings"), file.key)
         if rank:
-            self._compare(partition)
+            check_same_states(partition, self.first, self._scalars)
         return partition
 
     def _lay_out(self, state: dict[str, Any], masters: list[StoredTensor], file: TorchFile) -> None:
@@ -167,7 +159,7 @@ class Zero12(Ranks[Zero12Partition]):
                 hint="please report this checkpoint; it is not read because its layout is uncertain",
             )
 
-    def _check_lengths(self, rank: int, partition: Zero12Partition, *, padded: bool) -> None:
+    def _check_lengths(self, rank: int, partition: Partition, *, padded: bool) -> None:
         for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
             unpadded = buffer.size - buffer.padding(self.experts.place(self.degrees[index], rank))
             if master.size != (buffer.size if padded else unpadded):
@@ -196,20 +188,6 @@ class Zero12(Ranks[Zero12Partition]):
                     f"order of `param_shapes` in {self.model.key} at {accepted[0].get(name)}",
                     hint="please report this checkpoint; it is not read because its layout is uncertain",
                 )
-
-    def _compare(self, partition: Zero12Partition) -> None:
-        """Check that another rank has the same states and scalars (`step`) as rank 0."""
-        for index, (mine, theirs) in enumerate(zip(self.first.states, partition.states, strict=True)):
-            if {n: _kind(v) for n, v in mine.items()} != {n: _kind(v) for n, v in theirs.items()}:
-                raise IntegrityError(
-                    f"{partition.file.key}: group {index} has the optimizer states {sorted(theirs)}, rank 0 "
-                    f"{sorted(mine)}"
-                )
-        if read_scalars(partition.file, partition.states) != self._scalars:
-            raise IntegrityError(
-                f"{partition.file.key}: an optimizer scalar (`step`) differs from that in {self.first.file.key}",
-                hint="files of different saves are mixed in one folder",
-            )
 
     def _describe(self, contents: TensorIndex) -> None:
         """Add the tensors, groups and scalars that rank 0's file describes."""
@@ -267,10 +245,6 @@ def _states(state: dict[str, Any], groups: int, file: str) -> list[dict[str, Any
     if not len(base) == len(found) == groups:
         raise IntegrityError(f"{file} has optimizer states for {len(base)} groups, but {groups} masters")
     return found
-
-
-def _kind(value: Any) -> Any:
-    return (value.dtype, len(value.shape)) if isinstance(value, StoredTensor) else type(value)
 
 
 def _flat_buffer(shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int], partition: int) -> FlatBuffer:

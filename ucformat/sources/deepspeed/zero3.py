@@ -13,13 +13,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.flat_buffer import FlatBuffer, flat_range, part_range, part_size
 from ucformat.sources.deepspeed.contents import (
     Group,
+    Partition,
     Ranks,
+    check_same_states,
     hyper_parameters,
     need,
     read_scalars,
@@ -46,12 +48,9 @@ _MASTER = "fp32_flat_groups"
 
 
 @dataclass(frozen=True, slots=True)
-class Zero3Partition:
-    """A rank's optimizer file: its flat groups and their states."""
+class Zero3Partition(Partition):
+    """A rank's optimizer file, which may have several flat groups for one optimizer group."""
 
-    file: TorchFile
-    masters: list[StoredTensor]
-    states: list[dict[str, Any]]
     owners: list[int]  # the optimizer group of each flat group
 
 
@@ -67,7 +66,7 @@ class Zero3(Ranks[Zero3Partition]):
         self.flat = [_flat_buffer(shapes, self.world) for shapes in self.shapes]
         self.first: Zero3Partition | None = None
         self.first = self[0]
-        self._scalars = read_scalars(self.first.file, self.first.states)
+        self._scalars = read_scalars(self.first)
         self._describe(self.first, contents)
 
     def _parse(self, rank: int, file: TorchFile) -> Zero3Partition:
@@ -106,13 +105,8 @@ class Zero3(Ranks[Zero3Partition]):
             for name, value in partition.states[index].items():
                 if isinstance(value, StoredTensor) and value.shape not in ((), (buffer.size,)):
                     raise refuse_flat_state(name, value, index, partition.file.key)
-        if rank and self.first and _kinds(partition) != _kinds(self.first):
-            raise IntegrityError(f"{partition.file.key} has other optimizer states than {self.first.file.key}")
-        if rank and self.first and read_scalars(partition.file, partition.states) != self._scalars:
-            raise IntegrityError(
-                f"{partition.file.key}: an optimizer scalar (`step`) differs from that in {self.first.file.key}",
-                hint="files of different saves are mixed in one folder",
-            )
+        if rank and self.first:
+            check_same_states(partition, self.first, self._scalars)
 
     def _describe(self, first: Zero3Partition, contents: TensorIndex) -> None:
         """Add the tensors, groups and scalars that rank 0's file describes."""
@@ -199,10 +193,3 @@ def _frozen_extents(
         start, stop = part_range(math.prod(shape), fragment.size, rank)
         if max(start, first) < min(stop, last):
             yield from model.file.flat(fragment, 0, shape, start, stop)
-
-
-def _kinds(partition: Zero3Partition) -> list[dict[str, Any]]:
-    return [
-        {n: (v.dtype, v.shape) if isinstance(v, StoredTensor) else type(v) for n, v in states.items()}
-        for states in partition.states
-    ]

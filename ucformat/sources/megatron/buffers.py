@@ -17,6 +17,7 @@ from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import align_up, flat_boxes, flat_extents, flat_range
 from ucformat.schema import ITEMSIZE
+from ucformat.sources.pickle.stand_ins import why_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent
     from ucformat.storage.base import Store
 
-__all__ = ["BufferSlot", "FlatTensor", "Param", "in_local", "place", "same_values"]
+__all__ = ["BufferSlot", "FlatTensor", "Param", "in_local", "place", "same_values", "unproved"]
 
 _ALIGN = (64, 1)  # elements; older versions did not align
 _SAMPLE = 64
@@ -113,6 +114,19 @@ def _place(
             if proved is None:
                 return None
     return slots if bucket == len(sizes) - 1 and at == sizes[bucket] and slots else None
+
+
+def unproved(params: Iterable[Param], master: FlatTensor) -> str | None:
+    """Why nothing proves which states are where in a flat buffer: its fp32 copy or a weight cannot be read; or None.
+
+    Args:
+        params: the parameters in the buffer.
+        master: the fp32 copy.
+    """
+    dtype = next((d for d in (master.dtype, *(p.dtype for p in params)) if d not in ITEMSIZE), None)
+    return (
+        None if dtype is None else f"is where only its weight and its fp32 copy could prove: one {why_refused(dtype)}"
+    )
 
 
 def same_values(store: Store, param: Param, master: FlatTensor, start: int) -> bool:

@@ -16,9 +16,11 @@ from ucformat.errors import AmbiguousLayout, IntegrityError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.geometry.view import Part, View
-from ucformat.sources.megatron.buffers import BufferSlot, FlatTensor, Param, in_local, place, same_values
+from ucformat.schema import ITEMSIZE
+from ucformat.sources.megatron.buffers import BufferSlot, FlatTensor, Param, in_local, place, same_values, unproved
 from ucformat.sources.megatron.names import LAYER, is_expert, orders_of
 from ucformat.sources.megatron.stacked import StackedTensor, add_tensor, joined, unstacked
+from ucformat.sources.pickle.stand_ins import why_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -245,6 +247,9 @@ def _place(model: _Model, buffer: _Buffer, names: list[str], rank: int, degree: 
     for listed in orders:
         if slots := place([params[n] for n in listed], sizes, edges=edges):
             ways.setdefault(tuple(sorted((s.param.name, s.bucket, s.start) for s in slots)), slots)
+    odd = any(unproved(params.values(), m) for m in masters if m is not None)
+    if odd and ways:  # any of them: the states whose place nothing proves are refused
+        return next(iter(ways.values()))
     if len(ways) > 1:
         ways = {k: slots for k, slots in ways.items() if all(map(proved, slots))}
     if not ways:  # some are frozen
@@ -319,6 +324,16 @@ class _States:
             if flat is not None:
                 self.found.setdefault(Key(name, state), []).append(_Piece(self.model, slot, flat, master, regions))
 
+    def _refused(self, key: Key, pieces: Sequence[_Piece]) -> str | None:
+        """Why a state cannot be read: because of its own dtype, or because its place cannot be proved; else None."""
+        dtypes = {p.flat.dtype for p in pieces}
+        if odd := sorted(dtypes - ITEMSIZE.keys()):
+            return why_refused(odd[0])
+        if len(dtypes) > 1:
+            raise IntegrityError(f"{key} has the dtypes {', '.join(sorted(dtypes))} in the ranks' flat buckets")
+        masters = (unproved([p.slot.param], p.master) for p in pieces if p.master is not None)
+        return self.model.of.contents.refused_with(key) or next(filter(None, masters), None)
+
     def finish(self) -> None:
         """Add them, in the order of the weights."""
         states = dict.fromkeys(k.state for k in self.found)
@@ -326,6 +341,9 @@ class _States:
             for key in (Key(name, s) for s in states):
                 if key in self.found:
                     pieces = self.found[key]
+                    if (reason := self._refused(key, pieces)) is not None:
+                        self.model.of.contents.refuse(key, reason)
+                        continue
                     shape = self.model.weight(name).shape
                     tensor = joined(key, pieces[0].flat.dtype, shape, [(p.extents, p.regions) for p in pieces])
                     rows = self.model.of.args.rows(name, shape[0]) if shape else 0

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, UnsupportedError, option_text
+from ucformat.geometry.tensor import Key
 from ucformat.sources.index import Group
-from ucformat.sources.megatron.buffers import FlatTensor, Param, in_local, place, same_values
+from ucformat.sources.megatron.buffers import FlatTensor, Param, in_local, place, same_values, unproved
 from ucformat.sources.megatron.names import Member, groups_by_rule, is_expert
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states
 from ucformat.sources.pickle.stand_ins import Dtype, StoredTensor
 from ucformat.sources.values import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
@@ -120,14 +122,8 @@ def _numbered(
             "their shapes and the order of the model do not determine which parameters these are",
             hint="save it with --ckpt-format torch_dist, " + _without_optimizer(),
         )
-    low = [[n for n in group if tensors[n].dtype in ("bfloat16", "float16")] for group in names]
-    if copies is not None and ([len(c) for c in copies] != [len(g) for g in low] if isinstance(copies, list) else True):
-        raise IntegrityError(f"{file.key} has fp32 copies that do not match the parameters in bf16 or fp16")
-    for group, masters in zip(low, copies or (), strict=False):
-        for name, master in zip(group, masters, strict=True):
-            if not isinstance(master, StoredTensor) or master.shape != tensors[name].shape:
-                raise IntegrityError(f"{file.key}: the fp32 copy of {name} has another shape")
-            contents.add_whole(name, "master", file, master)
+    if copies is not None:
+        _add_masters(file, contents, names, tensors, copies)
     for group, held in zip(names, states, strict=True):
         for name, state in zip(group, held, strict=True):
             for key, tensor in state.items():
@@ -138,6 +134,27 @@ def _numbered(
         plain = {k: v for s in held for k, v in s.items() if not isinstance(v, StoredTensor)}
         out.append(Group(list(group), _json(file, {k: v for k, v in g.items() if k != "params"}), _json(file, plain)))
     return out
+
+
+def _add_masters(
+    file: TorchFile,
+    contents: LocalContents,
+    names: Sequence[Sequence[str]],
+    tensors: Mapping[str, StoredTensor],
+    copies: Any,
+) -> None:
+    """Add the fp32 copies of the parameters in bf16 or fp16; one of an unknown dtype may have a copy, too."""
+    low = [[n for n in group if tensors[n].dtype in ("bfloat16", "float16")] for group in names]
+    odd = [[n for n in group if n in low[i] or not tensors[n].readable] for i, group in enumerate(names)]
+    counts = [len(c) for c in copies] if isinstance(copies, list) else None
+    found = next((held for held in (low, odd) if counts == [len(g) for g in held]), None)
+    if found is None:
+        raise IntegrityError(f"{file.key} has fp32 copies that do not match the parameters in bf16 or fp16")
+    for group, masters in zip(found, copies, strict=True):
+        for name, master in zip(group, masters, strict=True):
+            if not isinstance(master, StoredTensor) or master.shape != tensors[name].shape:
+                raise IntegrityError(f"{file.key}: the fp32 copy of {name} has another shape")
+            contents.add_whole(name, "master", file, master)
 
 
 def _by_rule(
@@ -199,7 +216,7 @@ def _distributed(
             params = [
                 Param(named[n], t.shape, t.dtype, partial(rank.file.whole, t))
                 for n, t in chunk.items()
-                if named[n] in wanted and t.dtype == low
+                if named[n] in wanted and t.dtype.partition(" ")[0] == low
             ]
             _add_buffer(rank, contents, file, params, tensors)
 
@@ -215,6 +232,10 @@ def _add_buffer(
     master = flats.get("master")
     if master is None or len({f.size for f in flats.values()}) > 1:
         raise IntegrityError(f"{file.key} has a buffer without `param`, or with states of several lengths")
+    if (reason := unproved(params, master)) is not None:
+        for param, state in product(params, flats):
+            contents.refuse(Key(param.name, state), reason)
+        return
 
     def proved(slot: BufferSlot) -> bool:
         return same_values(file.store, slot.param, master, slot.start)

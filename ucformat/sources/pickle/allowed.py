@@ -11,10 +11,11 @@ import datetime as dt
 import math
 import re
 import reprlib
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, UnsafeError, UnsupportedError, option_text
+from ucformat.errors import IntegrityError, UnsafeError, option_text
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.pickle.stand_ins import (
     Dtype,
@@ -41,7 +42,8 @@ __all__ = ["PARTS", "checked_key", "dtype_text", "resolve", "sizes"]
 _FRAMEWORKS = (
     *("accelerate", "apex", "argparse", "bitsandbytes", "datasets", "deepspeed", "diffusers", "lightning"),
     *("lightning_fabric", "megatron", "nemo", "numpy.random", "omegaconf", "peft", "pytorch_lightning", "timm"),
-    *("tokenizers", "torch.distributed", "torch.nn", "torch.optim", "torch.utils.data", "transformer_engine"),
+    *("tokenizers", "torch.distributed", "torch.nested", "torch.nn", "torch.optim", "torch.utils.data"),
+    *("torch._dynamo.decorators", "torch._subclasses", "torch.masked", "torch.sparse", "transformer_engine"),
     *("transformers", "trl"),
 )
 
@@ -49,7 +51,18 @@ _FRAMEWORKS = (
 PARTS = "torch.distributed.tensor.DTensor"
 
 _DTENSOR = re.compile(r"torch\.distributed\._?tensor(\.\w+)?\.DTensor")
+#: Classes of tensors whose elements are all that there is to them.
+_PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+
+#: Why a tensor is not read, to follow its name.
+_LAZY = "is conjugated or negated only when it is used; it must be saved after .resolve_conj().resolve_neg()"
+_SPARSE = "is a sparse tensor ({}), which ucformat does not read; it must be saved after .to_dense()"
+_NESTED = "is a nested tensor, which ucformat does not read"
+_META = "has no elements: it was on the device `meta`"
+_OTHER_CLASS = "is of the class {}, which ucformat does not read; save whole plain tensors, or with torch's DCP"
+
 _MAX_DIMS = 64  # torch's own limit
+_MAX_LAYOUT = 40  # characters of the name of a layout
 _MAX_NUMBER = 1 << 62  # of a size or a stride
 _MAX_EXPANDED = 1 << 26  # elements that an expanded (stride 0) view may have beyond those of its storage
 _MAX_KEY_PARTS, _MAX_KEY_BITS = 64, 64  # of a tuple and a number used as a key: Python caches the hash of neither
@@ -80,11 +93,6 @@ def _tensor(
     """Create a tensor in a storage, after checking that it does not leave the storage."""
     if not isinstance(storage, Storage):
         raise IntegrityError("a tensor without a storage")
-    if special:  # {"conj": True} or {"neg": True}: the bytes are not the values
-        raise UnsupportedError(
-            f"a tensor with the lazy operations {reprlib.repr(special)} is not read; save it after "
-            ".resolve_conj().resolve_neg()"
-        )
     dtype = dtype or storage.dtype
     if dtype is None:
         raise IntegrityError("a tensor without a dtype")
@@ -106,7 +114,8 @@ def _tensor(
         )
     if size > numel + _MAX_EXPANDED:
         raise UnsafeError(f"a tensor of shape {shape} expands a storage of {numel} elements to {size}")
-    return StoredTensor(storage.key, dtype, shape, strides, offset, numel)
+    tensor = StoredTensor(storage.key, dtype, shape, strides, offset, numel)
+    return tensor.refused(_LAZY) if special else tensor
 
 
 def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> StoredTensor:
@@ -125,6 +134,41 @@ def _rebuild_quantized(storage: Any, offset: Any, shape: Any, strides: Any, *_: 
     return _tensor(storage, offset, shape, strides)
 
 
+def _without_storage(dtype: Any, shape: Any, reason: str) -> StoredTensor:
+    """A tensor that cannot be read, and is not in one storage."""
+    if not isinstance(dtype, Dtype):
+        raise IntegrityError(f"a tensor with the dtype {reprlib.repr(dtype)}")
+    shape = sizes(shape, "shape")
+    return StoredTensor("", dtype.name, shape, (0,) * len(shape), 0, 0).refused(reason)
+
+
+def _sparse(layout: Any, data: Any) -> StoredTensor:
+    """A sparse tensor, of which `data` has the indices, the values and, as its only tuple, the shape."""
+    values = [v for v in data if isinstance(v, StoredTensor)] if isinstance(data, tuple) else []
+    shapes = [v for v in data if isinstance(v, tuple)] if values else []
+    if len(shapes) != 1 or not isinstance(layout, Inert):
+        raise IntegrityError("a sparse tensor without a layout, values and one shape")
+    kind = str(layout.args[0] if layout.args else "").removeprefix("torch.")[:_MAX_LAYOUT]
+    return _without_storage(Dtype(values[-1].dtype), shapes[0], _SPARSE.format(kind))
+
+
+def _nested(values: Any, *_: Any) -> StoredTensor:
+    if not isinstance(values, StoredTensor):
+        raise IntegrityError("a nested tensor without values")
+    return values.refused(_NESTED)
+
+
+def _meta(dtype: Any, shape: Any, *_: Any) -> StoredTensor:
+    return _without_storage(dtype, shape, _META)
+
+
+def _copied(data: Any, dtype: Any, *_: Any) -> StoredTensor:
+    """A tensor of a device (XLA) whose memory torch copies to save it."""
+    if not isinstance(data, StoredTensor) or not isinstance(dtype, Dtype):
+        raise IntegrityError("a tensor of a device without its elements and dtype")
+    return data if dtype.name == data.dtype else data.refused(f"is {dtype.name}, stored as {data.dtype}")
+
+
 def _parameter(data: Any, *_: Any) -> StoredTensor:
     if not isinstance(data, StoredTensor):
         raise IntegrityError("a parameter without a tensor")
@@ -132,17 +176,18 @@ def _parameter(data: Any, *_: Any) -> StoredTensor:
 
 
 def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
-    plain = isinstance(kind, InertClass) and kind.name in ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
-    if not (plain or kind == TENSOR_CLASS) or not isinstance(function, Maker):
-        raise UnsupportedError(f"a tensor of the class {reprlib.repr(getattr(kind, 'name', kind))} is not yet read")
-    return function.make(*args)
+    if not isinstance(kind, InertClass) or not isinstance(args, tuple):
+        raise IntegrityError(f"a tensor of the class {reprlib.repr(kind)}")
+    made = function.make(*args) if isinstance(function, Maker) else StoredTensor("", "", (), (), 0, 0)
+    if kind.name in _PLAIN_TENSORS and isinstance(function, Maker):
+        return made
+    if not isinstance(made, StoredTensor):
+        raise IntegrityError(f"a tensor of the class {kind.name} that is made of something else")
+    return replace(made, dtype=f"{made.dtype.partition(' ')[0]} {_OTHER_CLASS.format(kind.name)}")
 
 
-def _wrapped(kind: Any, *_: Any) -> Any:
-    raise UnsupportedError(
-        f"a tensor of the class {reprlib.repr(getattr(kind, 'name', kind))} is not yet read",
-        hint="save whole tensors, such as those of a full state dict; or save with torch.distributed.checkpoint",
-    )
+def _wrapped(kind: Any, dtype: Any, shape: Any, *_: Any) -> StoredTensor:
+    return _without_storage(dtype, shape, _OTHER_CLASS.format(getattr(kind, "name", "?")))
 
 
 def _from_type_or_part(function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -282,7 +327,6 @@ _SCALARS = (
     dt.date,
     dt.timedelta,
 )
-TENSOR_CLASS = InertClass("torch.Tensor")
 
 _ALIASES = {
     "chalf": "complex32",
@@ -342,6 +386,10 @@ _GLOBALS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _rebuild,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
     "torch._utils._rebuild_qtensor": _rebuild_quantized,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _copied,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,

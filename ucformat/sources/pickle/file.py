@@ -24,7 +24,7 @@ from ucformat.geometry.flat_buffer import flat_extents
 from ucformat.geometry.tensor import Extent
 from ucformat.reading.readable import FileRecord
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.pickle.stand_ins import OpaqueFile
+from ucformat.sources.pickle.stand_ins import OpaqueFile, why_refused
 from ucformat.sources.pickle.unpickler import unpickle
 from ucformat.storage.base import ByteRange
 
@@ -347,7 +347,7 @@ class TorchFile:
             tensor: a tensor in `value`.
         """
         if tensor.size:
-            unit = ITEMSIZE[tensor.dtype]
+            unit = self._itemsize(tensor)
             offset = self._zip.offset(tensor.storage) + tensor.offset * unit
             yield Extent(Box.whole(tensor.shape), self.key, offset, tuple(s * unit for s in tensor.strides))
 
@@ -370,7 +370,7 @@ class TorchFile:
                 "shape "
                 f"{buffer.shape} and strides {buffer.strides}"
             )
-        unit = ITEMSIZE[buffer.dtype]
+        unit = self._itemsize(buffer)
         if start < stop:
             first = self._zip.offset(buffer.storage) + (buffer.offset + begin) * unit
             yield from flat_extents(shape, start, stop, unit, self.key, first)
@@ -388,7 +388,7 @@ class TorchFile:
 
         if not tensor.size:
             return b""
-        unit = ITEMSIZE[tensor.dtype]
+        unit = self._itemsize(tensor)
         span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
         data = self.store.read(self.key, self._zip.offset(tensor.storage) + tensor.offset * unit, span * unit)
         raw = np.frombuffer(data, f"V{unit}")
@@ -402,4 +402,10 @@ class TorchFile:
         Args:
             tensor: a tensor in `value`.
         """
-        return self._zip.crc32(tensor.storage)
+        return self._zip.crc32(tensor.storage) if tensor.storage else 0
+
+    def _itemsize(self, tensor: StoredTensor) -> int:
+        """Bytes of an element; UnsupportedError if the tensor cannot be read."""
+        if not tensor.readable:
+            raise UnsupportedError(f"{self.key}: a tensor of shape {tensor.shape} {why_refused(tensor.dtype)}")
+        return ITEMSIZE[tensor.dtype]

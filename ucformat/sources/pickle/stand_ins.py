@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ucformat.schema import ITEMSIZE
@@ -34,6 +35,8 @@ __all__ = [
     "StoredTensor",
     "Stream",
     "opaque_file",
+    "unknown_dtype",
+    "why_refused",
 ]
 
 
@@ -57,7 +60,8 @@ class Storage:
 class StoredTensor:
     """A tensor in a file, not read: `offset` and `strides` count elements of its storage.
 
-    One that cannot be read has a `dtype` that `schema` lacks.
+    One that cannot be read has a `dtype` that `schema` lacks, which may end in
+    a space and the reason (`refused`).
     """
 
     storage: str
@@ -76,6 +80,39 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return self.size * ITEMSIZE.get(self.dtype, 1)
+
+    @property
+    def readable(self) -> bool:
+        """Whether its elements can be read."""
+        return self.dtype in ITEMSIZE
+
+    def refused(self, reason: str) -> StoredTensor:
+        """The same tensor, marked as one that cannot be read.
+
+        Args:
+            reason: why not, to follow its name: `is a sparse tensor`.
+        """
+        return self if not self.readable else replace(self, dtype=f"{self.dtype} {reason}")
+
+
+def unknown_dtype(dtype: str) -> str:
+    """Why a tensor is unreadable: it has a dtype that `schema` lacks.
+
+    Args:
+        dtype: the dtype as the file spells it.
+    """
+    if dtype.startswith(("qint", "quint")):
+        return f"is a quantized tensor ({dtype}), of which ucformat does not read scale and zero point"
+    return f"has the dtype {reprlib.repr(dtype)}, which ucformat does not know"
+
+
+def why_refused(dtype: str) -> str:
+    """Why a `StoredTensor` is unreadable.
+
+    Args:
+        dtype: its dtype.
+    """
+    return dtype.partition(" ")[2] or unknown_dtype(dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.readable import PART_OF, CheckpointMetadata
 from ucformat.schema import ITEMSIZE
-from ucformat.sources.index import TensorIndex, unknown_dtype
+from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import check_index, check_shards, present_shards, read_weight_map
 from ucformat.sources.parts import part_by_shapes
+from ucformat.sources.pickle.stand_ins import unknown_dtype
 from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
 

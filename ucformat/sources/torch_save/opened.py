@@ -272,7 +272,7 @@ def _add_module(
     first = {} if stored is None else stored
     aliases = {}
     for name, tensor in tensors.items():
-        if tensor.size and first.setdefault(tensor, prefix + name) != prefix + name:
+        if tensor.size and tensor.readable and first.setdefault(tensor, prefix + name) != prefix + name:
             aliases[prefix + name] = first[tensor]
         else:
             contents.add_whole(prefix + name, "weight", file, tensor)

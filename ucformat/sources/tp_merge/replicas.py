@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Literal
 from ucformat.errors import IntegrityError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import flat_boxes
+from ucformat.geometry.tensor import Key
 from ucformat.sources.index import TensorIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ucformat.geometry.tensor import Key
     from ucformat.sources.index import Locate
     from ucformat.sources.pickle.file import TorchFile
     from ucformat.sources.pickle.stand_ins import StoredTensor
@@ -47,7 +47,8 @@ class LocalContents(TensorIndex):
     def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
         """Add a tensor that is whole in one file."""
         super().add_whole(name, state, file, tensor)
-        self.whole[next(reversed(self.infos))] = file, tensor
+        if (key := Key(name, state)) in self.infos:  # else it is unreadable
+            self.whole[key] = file, tensor
 
     def replica(self, key: Key, box: Box | None = None) -> Replica:
         """A tensor, or a box of it, to compare with other copies.
@@ -74,7 +75,8 @@ class LocalContents(TensorIndex):
     def add_large(self, path: str, file: TorchFile, tensor: StoredTensor) -> str:
         """Add a tensor from a plain value, named by its path; returns the name."""
         name = super().add_large(self.label + path, file, tensor)
-        self.large[next(reversed(self.infos))] = None
+        if (key := Key(name, "weight")) in self.infos:
+            self.large[key] = None
         return name
 
 
