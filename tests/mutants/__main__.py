@@ -6,7 +6,7 @@ import argparse
 import json
 import random
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -73,7 +73,8 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
                 free.put(copy)
 
         reached = _reached(left, given, free)
-        for result in pool.map(tried, left):
+        for future in as_completed([pool.submit(tried, site) for site in left]):
+            result = future.result()
             verdicts[result["name"]] = result
             if given.json:
                 with given.json.open("a") as file:
