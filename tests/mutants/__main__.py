@@ -54,6 +54,7 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--only", default="", help="only changes whose name contains this text")
     parser.add_argument("--json", type=Path, help="a file for the verdicts, one a line; a run goes on where it ended")
     parser.add_argument("--jobs", type=int, default=2, help="changes that are tried at once")
+    parser.add_argument("--patience", type=float, default=900, help="seconds for the whole files of tests of a folder")
     given = parser.parse_args(words)
 
     choice = [s for s in every_site(root, given.package or PACKAGES) if given.only in s.name]
@@ -68,7 +69,11 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
         def tried(site: Site) -> dict[str, Any]:
             copy = free.get()
             try:
-                return {"name": site.name, "line": site.line, **asdict(copy.verdict(site, reached[site]))}
+                return {
+                    "name": site.name,
+                    "line": site.line,
+                    **asdict(copy.verdict(site, reached[site], given.patience)),
+                }
             finally:
                 free.put(copy)
 

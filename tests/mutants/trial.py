@@ -113,14 +113,20 @@ class Copy:
                     os.killpg(process.pid, signal.SIGKILL)
         return process.returncode, output.decode(errors="replace")
 
-    def verdict(self, site: Site, reached: Reached) -> Verdict:
-        """Make one change, run the tests that reach it until one fails, and take the change back."""
+    def verdict(self, site: Site, reached: Reached, patience: float) -> Verdict:
+        """Make one change, run the tests that reach it until one fails, and take the change back.
+
+        What no test has noticed after `patience` seconds of running whole files has survived.
+        """
         begun = time.monotonic()
         source = (self.folder / site.file).read_text()
         self.write(site.file, changed(source, site.index))
         try:
-            for tests in _stages(reached):
-                code, output = self.pytest(["-x", *tests], timeout=300 + 10 * reached.seconds)
+            stages = [(tests, False) for tests in _few(reached)] + [(files, True) for files in _files(reached)]
+            for tests, whole in stages:
+                code, output = self.pytest(["-x", *tests], patience if whole else 300 + 10 * reached.seconds)
+                if code is None and whole:
+                    break
                 if code != 0:
                     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
                     by = "timeout" if code is None else failed[1] if failed else f"exit code {code}"
@@ -183,11 +189,15 @@ def _file(test: str) -> str:
     return test.partition("::")[0]
 
 
-def _stages(reached: Reached) -> Iterator[list[str]]:
-    """Some fast tests, then the whole files: what a fixture did for one test is often seen by another."""
+def _few(reached: Reached) -> Iterator[list[str]]:
+    """Some fast tests of each folder."""
     for tests in reached.tests.values():
         by_function = {test.partition("[")[0]: test for test in reversed(tests)}
         yield list(reversed(by_function.values()))[:_FEW]
+
+
+def _files(reached: Reached) -> Iterator[list[str]]:
+    """The whole files of each folder: what a fixture did for one test is often seen by another."""
     for tests in reached.tests.values():
         yield list(dict.fromkeys(map(_file, tests)))
 
