@@ -117,3 +117,23 @@ def test_what_cannot_be_linked(model: Path, tmp_path: Path) -> None:
         ucformat.export(model, "memory://linked", "safetensors", link="hard", read_only=True)
     with pytest.raises(UsageError, match="no links of the kind 'soft'"):
         ucformat.export(model, tmp_path / "out", "safetensors", link="soft")
+
+
+def test_where_no_hard_link_can_be_made(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def on_another_disk(source: Any, *args: Any, **options: Any) -> None:
+        if str(source).startswith(f"{model}/"):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        link(source, *args, **options)
+
+    monkeypatch.setattr(os, "link", on_another_disk)
+    with pytest.raises(UnsupportedError) as error:
+        ucformat.export(model, tmp_path / "out", "safetensors", link="hard", read_only=True)
+    assert error.value.hint == "leave out --link for a copy"
+    assert not any((tmp_path / "out").rglob("*.safetensors"))
+
+
+def test_a_destination_that_is_a_file_has_no_other_name(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is the file, so it has no other name"):
+        ucformat.export(model, tmp_path / "whole.npz", "npz", name="other.npz")

@@ -14,11 +14,22 @@ import ucformat
 from tests.fakes import random_array
 from tests.jobs.forks import Forks
 from tests.zero_files import FLAT, write_zero3
-from ucformat.errors import ChecksumError, MissingData, NotACheckpoint, NotFinished, NotFound, UcformatError, UsageError
+from ucformat.errors import (
+    ChecksumError,
+    MissingData,
+    NotACheckpoint,
+    NotFinished,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UsageError,
+)
+from ucformat.jobs.finished import _remove
 from ucformat.jobs.sums import StreamSum
 from ucformat.jobs.tasks import batches, part_of
 from ucformat.jobs.where import Where
 from ucformat.storage.local import LocalStore
+from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:
@@ -326,3 +337,13 @@ def test_ranges_are_taken_once(read: list[tuple[int, int]], given_: list[tuple[i
     left -= set(wanted) if fits else set()
     assert {b for a, stop in one.left for b in range(a, stop)} == left
     assert one.waits == len(left)
+
+
+def test_records_that_cannot_be_removed_stay(caplog: pytest.LogCaptureFixture) -> None:
+    class Stubborn(MemoryStore):
+        def delete_prefix(self, prefix: str) -> None:
+            raise PermissionDenied(f"{prefix} may not be changed")
+
+    with caplog.at_level("DEBUG", "ucformat"):
+        _remove(Stubborn("stubborn"), "finished")
+    assert "the records in finished stay: finished may not be changed" in caplog.text

@@ -11,8 +11,12 @@ import pytest
 
 from tests.geometry.reference import inside
 from ucformat.errors import IntegrityError, LayoutError, UcformatError, UnsupportedError, UpgradeNeeded
+from ucformat.geometry.box import Box
+from ucformat.geometry.placement import Shard
 from ucformat.sources.deepspeed.inference import Doubt, infer
 from ucformat.sources.deepspeed.patterns import Patterns, TensorParallelInfo
+from ucformat.sources.tp_merge.replicas import Replica
+from ucformat.sources.tp_merge.sharding import shard
 
 if TYPE_CHECKING:
     from ucformat.sources.tp_merge.sharding import TPSharding
@@ -316,3 +320,19 @@ class TestInference:
     def test_shapes_that_fit_no_cut(self) -> None:
         with pytest.raises(LayoutError, match="fit no sharding"):
             self.one("a.weight", ((4, 4), (5, 5)))
+
+
+def test_parts_of_several_ranks_or_none_at_all_are_not_joined() -> None:
+    tries: list[tuple[tuple[tuple[int, ...], ...], int]] = [(((2, 3), (2,)), 0), (((2,), (2,)), 1), (((2,), (2,)), -2)]
+    for shapes, dim in tries:
+        with pytest.raises(LayoutError, match="cannot be joined along dim"):
+            shard(shapes, Shard(dim, "tp"))
+
+
+@pytest.mark.parametrize("shape", [(1, 4096), (2, 4096), (4096, 1)])
+def test_of_large_copies_the_head_the_second_row_and_the_rest_are_compared(shape: tuple[int, ...]) -> None:
+    copy = Replica(lambda _: iter(()), Box.whole(shape), itemsize=4)
+    size, row = math.prod(shape), shape[1]
+    second = [(row, min(size, row + 128))] if shape == (2, 4096) else []
+    assert list(copy.ranges(short=False)) == [(0, 128), *second, (0, size)]
+    assert list(copy.ranges(short=True)) == [(0, 128), *second, (0, min(size, 1 << 14))]

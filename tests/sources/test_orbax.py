@@ -19,6 +19,7 @@ from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.sources.orbax import Orbax
+from ucformat.sources.orbax.ocdbt import _Body
 from ucformat.sources.orbax.tree import tensor_keys
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
@@ -313,3 +314,11 @@ def test_damaged_nodes_of_ocdbt_are_errors_of_ours(tmp_path: Path) -> None:
             read_whole(open_checkpoint(root))
     node.write_bytes(data)
     assert ucformat.verify(root)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff\xff\x01\x01", b"\xff\xff\xff\x7f\x01"], ids=["five bytes", "a key of 256 MiB"]
+)
+def test_lengths_that_no_writer_writes_are_damage(data: bytes) -> None:
+    with pytest.raises(IntegrityError, match="no valid number at byte 0"):
+        _Body(data, "manifest.ocdbt").lengths(2)

@@ -10,6 +10,7 @@ import torch
 from tests.sources.suite import Sample, SourceSuite
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import IntegrityError, MissingData, NotACheckpoint, UnsafeError, UnsupportedError, UsageError
+from ucformat.sources.pickle.optimizer import Candidate, Entry, match
 from ucformat.sources.torch_save import TorchSave
 from ucformat.storage.local import LocalStore
 
@@ -341,3 +342,9 @@ class TestWhatIsRefused:
             open_value(tmp_path, value)
         with pytest.raises(IntegrityError, match="twice"):
             open_value(tmp_path, {"state": {}, "param_groups": [{"params": [0, 0]}]})
+
+
+def test_parameters_in_no_order_are_told_apart_by_shapes() -> None:
+    candidates = [Candidate("a", (2, 3)), Candidate("b", (3,)), Candidate("c", ())]
+    assert match([[Entry((3,))], [Entry(()), Entry((2, 3))]], candidates, ordered=False) == [["b"], ["c", "a"]]
+    assert match([[Entry((3,))]], [*candidates, Candidate("d", (3,))], ordered=False) is None

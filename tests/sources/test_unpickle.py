@@ -19,6 +19,7 @@ from tests.sources.interpreters import INTERPRETERS
 from tests.sources.torch_files import call, glob, integer, pickled, storage, tensor, text, tuple_of
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
 from ucformat.sources.pickle import unpickler
+from ucformat.sources.pickle.allowed import PARTS
 from ucformat.sources.pickle.stand_ins import Dtype, Inert, NdArray, StoredTensor, why_refused
 from ucformat.sources.pickle.unpickler import unpickle
 
@@ -389,3 +390,17 @@ def test_where_memory_ends_the_file_is_not_called_damaged() -> None:
 
     with pytest.raises(MemoryError):
         unpickle(pickled(tensor()), file="x.pt", storage_nbytes=nbytes)
+
+
+def test_a_file_in_memory_that_is_filled_with_no_bytes_is_damage() -> None:
+    stream = call(glob("_io", "BytesIO")) + tuple_of(text("no bytes"), integer(0), b"N") + b"b"
+    with pytest.raises(IntegrityError, match="something other than bytes"):
+        load(pickled(stream))
+
+
+def test_a_distributed_tensor_without_its_parts_is_damage() -> None:
+    kind = glob("torch.distributed.tensor", "DTensor")
+    args = tuple_of(tensor(), b"N", tuple_of(integer(2), integer(2)))
+    made = call(glob("torch._tensor", "_rebuild_from_type_v2"), glob("torch", "Tensor"), kind, args, b"}")
+    with pytest.raises(IntegrityError, match="without a local tensor, placements and a shape"):
+        load(pickled(made), allow=(PARTS,))

@@ -100,3 +100,16 @@ def test_values_that_hold_themselves_or_share_too_much(monkeypatch: pytest.Monke
 def test_an_unknown_form_is_not_guessed() -> None:
     with pytest.raises(UpgradeNeeded, match="later"):
         from_json({"$later": 1})
+
+
+def test_an_array_has_items_and_nothing_else_has() -> None:
+    array = {
+        "$class": "numpy.ndarray",
+        "$args": [">i2", [2]],
+        "$items": {"$bytes": base64.b64encode(b"\0\1\0\2").decode()},
+    }
+    assert from_json(array).tolist() == [1, 2]
+    del array["$items"]
+    number = {"$class": "numpy.float32", "$args": [1.5], "$items": [1]}
+    for other in (array, number):
+        assert from_json(other) == other

@@ -194,3 +194,12 @@ class TestNamesOfTorchSave:
         assert failed.keys() == {"c", "d"}
         assert "several files of torch.save: e1.pt, e2.pt" in failed["c"]
         assert "only a part of a checkpoint: rank 0" in failed["d"]
+
+
+def test_a_pipeline_without_the_files_of_its_layers(tmp_path: Path) -> None:
+    place = copied(tmp_path, "deepspeed/pp2-z1-bf16opt") / "ckpt"
+    for file in place.rglob("layer_*"):
+        file.unlink()
+    with pytest.raises(MissingData, match="the files of its layers") as error:
+        ucformat.open(place)
+    assert "each stage wrote its own" in hint(error)

@@ -10,6 +10,9 @@ import pytest
 from tests.patience import PATIENCE
 from ucformat.storage import concurrency
 from ucformat.storage.concurrency import THREADS, map_io
+from ucformat.storage.memory import MemoryStore
+from ucformat.storage.shared import RememberingStore
+from ucformat.storage.testing import put
 
 
 class Clock:
@@ -82,3 +85,14 @@ def test_the_first_error_ends_it(wait: float, clock: Clock, monkeypatch: pytest.
 
 def test_nothing_to_read() -> None:
     assert map_io(str, []) == []
+
+
+def test_bytes_that_were_read_are_read_once() -> None:
+    inner = MemoryStore("remembered")
+    put(inner, "a", b"old")
+    store = RememberingStore(inner, {})
+    assert [store.read("a"), store.read("a", 1, 1)] == [b"old", b"l"]
+    put(inner, "a", b"new")
+    assert [store.read("a"), store.read("a", 1, 1), store.read("a", 1, 2)] == [b"old", b"l", b"ew"]
+    store.forget_bytes()
+    assert store.read("a") == b"new"

@@ -192,13 +192,14 @@ def memory(folder: Path) -> Any:
     local = torch.full((4096, columns), float(dist.get_rank()))
     tensor = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(4096, 16384), stride=(16384, 1))
     save({"warm": torch.ones(4)}, folder / "warm")
-    out = {}
+    out: dict[str, Any] = {}
     for form, options in (("zarr", {"shard_bytes": 16 * MIB}), ("packed", {})):
         before = _peak(reset=True)
         with Sent() as sent:
             save({"w": tensor}, folder / form, form=form, **options)  # type: ignore[arg-type]
         assert sent["shared"] == sent["tensors"]
         out[form] = (_peak() - before, sent["tensors"])
+    out["left open"] = [link for fd in Path("/proc/self/fd").iterdir() if "memfd:" in (link := _link(fd))]
     target = torch.zeros(4096, columns)
     again = DTensor.from_local(target, mesh, [Shard(1)], run_check=False, shape=(4096, 16384), stride=(16384, 1))
     for form in ("zarr", "packed"):
@@ -207,6 +208,13 @@ def memory(folder: Path) -> Any:
         load({"w": again}, folder / form)
         out[f"load {form}"] = (_peak() - before, bool(torch.equal(target, local)))
     return out
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except FileNotFoundError:  # of the listing itself
+        return ""
 
 
 def save_per_rank(folder: Path) -> Any:

@@ -79,6 +79,7 @@ def test_memory_is_bounded_by_shards_not_by_the_state(ranks: Ranks, tmp_path: Pa
         grown, sent = out["zarr"]
         assert sent == 64 * MIB
         assert grown < 80 * MIB
+        assert not out["left open"]
         grown, sent = out["packed"]
         assert sent == 0
         assert grown < 8 * MIB

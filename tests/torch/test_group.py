@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,10 @@ from tests.patience import PATIENCE
 from tests.torch.ranks import all_gather
 from ucformat.errors import Conflict, UcformatError
 from ucformat.torch.comm import bulk, tree
+from ucformat.torch.comm.connections import Node
 from ucformat.torch.comm.group import Group, group_of, single_process_group
 from ucformat.torch.comm.tree import Host, connect_by_store
+from ucformat.torch.saving.worker import WorkerStart, _connect
 from ucformat.torch.state.elements import SharedMemory, map_range, write_shared
 
 if TYPE_CHECKING:
@@ -273,3 +276,12 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
     group = group_of()
     assert (group.rank, group.size, group.intact) == (0, 1, True)
     assert all_gather(group, "x") == ["x"]
+
+
+def test_a_writing_process_that_does_not_reach_the_others_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        parent = gone.getsockname()
+    listening = socket.create_server(("127.0.0.1", 0))
+    start = WorkerStart(Node(1, 2, 0, ()), parent, b"s" * 32, listening.detach(), 0.5)
+    with pytest.raises(UcformatError, match="the writing processes of the ranks could not connect: "):
+        _connect(start)

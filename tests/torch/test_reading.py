@@ -218,3 +218,9 @@ def test_lazy_conjugates_and_negatives_are_not_filled(state: dict[str, Any], tmp
     with pytest.raises(UsageError, match=r"is a lazy (conjugate|negative)"):
         ucformat.torch.load(given, tmp_path / "ck")
     assert not own.any()
+
+
+def test_a_dtype_that_torch_does_not_have() -> None:
+    with pytest.raises(UsageError, match="has no dtype 'float6_e2m3fn'") as error:
+        torch_dtype("float6_e2m3fn")
+    assert error.value.hint

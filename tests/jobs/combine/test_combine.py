@@ -251,6 +251,7 @@ def test_a_range_of_steps(catalog: ucformat.Catalog, tmp_path: Path) -> None:
         ({"weights": [1, 1], "ema": 0.5}, "exclude each other"),
         ({"best": "min"}, "are those of a metric"),
         ({"by": "val_loss", "best": "min"}, "not a metric"),
+        ({"by": "metric.", "best": "min"}, "no metric is named"),
         ({"by": "metric.a", "best": "min", "temperature": 0}, "above 0"),
         ({"weights": [2, -1], "states": ["weight", "exp_avg_sq"]}, "must not become negative"),
         ({"states": "exp_avg"}, "no tensors in the state exp_avg"),

@@ -272,8 +272,8 @@ def _equal_values(ck: Checkpoint, a: TensorInfo, b: TensorInfo, held: Sequence[B
         return False
     table = ck.manifest.tensors
     one, other = (next(t for t in map(table.__getitem__, table.rows(i.name)) if t.state == i.state) for i in (a, b))
-    if one.chunk == other.chunk and one.digest and other.digest:
-        return one.digest == other.digest
+    if one.digest and (one.chunk, one.digest) == (other.chunk, other.digest):
+        return True
     tensors = ck[a.name, a.state], ck[b.name, b.state]
     for box in held:
         for block in blocks_of(box, a.itemsize):
