@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+_sharded: Callable[..., torch.Tensor] = init_from_local_shards
 
 
 def save_ranks(folder: Path) -> dict[str, list[float]]:
@@ -27,3 +32,16 @@ def save_ranks(folder: Path) -> dict[str, list[float]]:
     torch.save(optimizer.state_dict(), folder / f"optim_{end}")
     local = {n: p.to_local() for n, p in net.named_parameters() if isinstance(p, DTensor)}
     return {n: t.detach().flatten().tolist() for n, t in local.items()}
+
+
+def save_sharded(folder: Path) -> dict[str, list[list[float]]]:
+    """Save tensors as FSDP1's state dicts hold them; returns what this rank has of each."""
+    rank, state, local = dist.get_rank(), {}, {}
+    for name, rows in (("a.weight", 6), ("b.weight", 3)):
+        whole, size = torch.arange(2.0 * rows).reshape(rows, 2), 2
+        mine = whole[rank * size : (rank + 1) * size].clone()
+        at = ShardMetadata([rank * size, 0], list(mine.shape), f"rank:{rank}/cpu")
+        state[name] = _sharded([Shard(mine, at)] if len(mine) else [], rows, 2)
+        local[name] = mine.tolist()
+    torch.save(state, folder / f"rank{rank}.pt")
+    return local

@@ -189,7 +189,7 @@ def test_dtensors_of_one_rank(tmp_path: Path) -> None:
     for kind in ("model", "optim"):
         path = tmp_path / "two" / f"{kind}_world_size_2_rank_1.pt"
         refused(path, "rank 1 of 2|sharded over several")
-        refused(Path(shutil.copy(path, tmp_path / f"{kind}.pt")), r"sharded over several \(DTensor\)")
+        refused(Path(shutil.copy(path, tmp_path / f"{kind}.pt")), r"sharded over several \(DTensor, ShardedTensor\)")
         ck = open_checkpoint(path, options={"part": True})
         assert ck.metadata.part_of
         if kind == "model":
@@ -281,21 +281,109 @@ class TestOpenedKnowingly:
         assert made.manifest.layout["part_of"] == "one part, as its user says"
 
 
-def test_shards_of_pytorch_s_writer_of_one_rank(tmp_path: Path) -> None:
-    """The safetensors shards of DCP do not record how many ranks saved."""
-    for rank in (1, 2):
-        info = json.dumps({"w": {"saved_offsets": [2 * (rank - 1), 0]}})
-        path = tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors"
-        save_file({"w": np.full((2, 3), rank, np.float32)}, path, {"DCP_SHARDING_INFO": info})
-    assert ucformat.open(tmp_path)["w"].shape == (4, 3)
-    path.unlink()
-    refused(tmp_path, "the shards of one rank")
-    assert ucformat.open(tmp_path, options={"part": False})["w"].shape == (2, 3)
-    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").rename(
-        tmp_path / "shard-00001-model-00001-of-00002.safetensors"
-    )
+def shards(folder: Path, *sizes: int) -> Path:
+    """The shards of DCP's safetensors writer, of ranks that have this many rows of a tensor."""
+    folder.mkdir()
+    for rank, size in enumerate(sizes):
+        info = json.dumps({"w": {"saved_offsets": [sum(sizes[:rank]), 0]}})
+        path = folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+        save_file({"w": np.full((size, 3), rank, np.float32)}, path, {"DCP_SHARDING_INFO": info})
+    return folder
+
+
+def test_shards_of_pytorch_s_writer(tmp_path: Path) -> None:
+    """The safetensors shards of DCP do not record how many ranks saved; only a shorter piece at the end proves it."""
+    for number, sizes in enumerate(((4, 1), (4, 4, 2), (3, 3, 3, 1))):
+        whole = shards(tmp_path / f"whole{number}", *sizes)
+        assert ucformat.open(whole)["w"].shape == (sum(sizes), 3)
+        max(whole.iterdir()).unlink()
+        refused(whole, f"the shards of {len(sizes) - 1} ranks|the shards of one rank")
+    for number, sizes in enumerate(((2,), (2, 2), (2, 2, 1), (3, 2, 3, 2))):  # 5 rows may be of four ranks, too
+        part = shards(tmp_path / f"part{number}", *sizes)
+        refused(part, "nothing tells how many saved")
+        assert ucformat.open(part, options={"part": False})["w"].shape == (sum(sizes), 3)
+        assert "nothing tells" in str(ucformat.open(part, options={"part": True}).metadata.part_of)
+    first = tmp_path / "part0" / "shard-00001-model-00001-of-00001.safetensors"
+    first.rename(first.with_name("shard-00001-model-00001-of-00002.safetensors"))
     with pytest.raises(MissingData, match=r"has no shard-.*-model-00002-of-00002.* of any rank"):
-        ucformat.open(tmp_path)
+        ucformat.open(first.parent)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_set_of_which_a_file_is_missing(tmp_path: Path, suffix: str, *, indexed: bool) -> None:
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    files = {f"{stem}-0000{n}-of-00003.{suffix}": f"w{n}" for n in (1, 2, 3)}
+    for file, name in files.items():
+        saved(tmp_path / file, (name,)) if suffix == "safetensors" else torch.save(
+            {name: torch.ones(2)}, tmp_path / file
+        )
+    index = tmp_path / f"{stem}.{suffix}.index.json"
+    if indexed:
+        index.write_text(json.dumps({"weight_map": {name: file for file, name in files.items()}}))
+    assert open_checkpoint(tmp_path).names() == ["w1", "w2", "w3"]
+    (tmp_path / f"{stem}-00002-of-00003.{suffix}").unlink()
+    for place in (tmp_path, *([index] if indexed else [])):
+        with pytest.raises(MissingData, match="-00002-of-00003") as error:
+            open_checkpoint(place)
+        assert "as a part" in str(error.value.hint)
+        ck = open_checkpoint(place, options={"part": True})
+        assert ck.names() == ["w1", "w3"]
+        assert str(ck.metadata.part_of).startswith("2 of the 3 files of ")
+        with pytest.raises(MissingData, match="-00002-of-00003"):
+            open_checkpoint(place, options={"part": False})
+    made = ucformat.convert(ucformat.open(tmp_path, options={"part": True}), tmp_path / "made")
+    assert made.manifest.layout["part_of"].startswith("2 of the 3 files of ")
+    for path in tmp_path.glob(f"*.{suffix}"):
+        path.unlink()
+    if indexed:
+        with pytest.raises(MissingData, match="-00001-of-00003"):
+            open_checkpoint(index, options={"part": True})
+
+
+def test_sharded_tensors_of_one_rank(tmp_path: Path) -> None:
+    """FSDP1 saves what a rank has as a ShardedTensor; the last of three ranks has nothing of a small one."""
+    from tests.torch.ranks import Ranks
+
+    local = Ranks("tests.sources.rank_files_program").run("save_sharded", 3, tmp_path)
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        path = Path(shutil.copy(tmp_path / f"rank{rank}.pt", tmp_path / str(rank) / "model.pt"))
+        refused(path, r"sharded over several \(DTensor, ShardedTensor\)")
+        ck = open_checkpoint(path, options={"part": True})
+        assert "ShardedTensor" in str(ck.metadata.part_of)
+        assert {n: ck[n].read().tolist() for n in ck} == local[rank]
+    with pytest.raises(UnsupportedError, match=r"holds parts of a checkpoint.*rank0\.pt") as error:
+        open_checkpoint(tmp_path)
+    assert "give its path" in str(error.value.hint)
+
+
+def test_a_file_of_dcp_alone(tmp_path: Path) -> None:
+    """It has no names of tensors, so it cannot be opened at all, and the error does not promise that."""
+    path = Path(shutil.copy(next((DCP / "titan").rglob("__1_0.distcp")), tmp_path))
+    for options in ({}, {"part": True}):
+        with pytest.raises(NotACheckpoint, match=r"only a part of a checkpoint: one file.*`\.metadata`") as error:
+            open_checkpoint(path, options=options)
+        assert "by itself it cannot be read" in str(error.value.hint)
+
+
+def test_numbers_alone(tmp_path: Path) -> None:
+    """Epochs have the same shapes; ranks may have other ones, or say who they are."""
+    for n in range(2):
+        torch.save({"model": {"w": torch.full((4, 2), n), "b": torch.ones(2, 2)}}, saved(tmp_path / f"epoch/m_{n}.pt"))
+        torch.save({"w": torch.ones(4, 3 - n), "b": torch.ones(2, 2)}, saved(tmp_path / f"cut/m_{n}.pt"))
+        torch.save({"w": torch.ones(3 - n, 3 - n)}, saved(tmp_path / f"sizes/m_{n}.pt"))
+        torch.save({"a.lora_A": torch.ones(4, 3 - n)}, saved(tmp_path / f"lora/m_{n}.pt"))
+        torch.save({"w": torch.ones(4, 3 - n)}, saved(tmp_path / f"sweep/m_{8 * n + 8}.pt"))
+        value = {"model": {"w": torch.ones(4, 2)}, "rank": n, "world_size": 2}
+        torch.save(value, saved(tmp_path / f"named/m_{n}.pt"))
+        torch.save({**value, "rank": 0}, saved(tmp_path / f"first/m_{n}.pt"))
+    for n in range(2):
+        refused(tmp_path / f"cut/m_{n}.pt", "has the same tensors, each with another size of at most one dim")
+        refused(tmp_path / f"named/m_{n}.pt", "rank 1 of 2, according to its content")
+        for folder in ("epoch", "sizes", "lora", "first"):
+            assert open_checkpoint(tmp_path / folder / f"m_{n}.pt").names(), folder
+        assert open_checkpoint(tmp_path / f"sweep/m_{8 * n + 8}.pt").names()
 
 
 def test_one_rank_of_megatron_without_arguments(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ucformat.sources.huggingface import HuggingFace
 from ucformat.sources.megatron import Megatron
 from ucformat.sources.model_files import check_described, check_downloaded
 from ucformat.sources.orbax import Orbax
-from ucformat.sources.parts import marked, part_by_names, refusal
+from ucformat.sources.parts import Sibling, marked, part_by_names, refusal
 from ucformat.sources.safetensors import Safetensors
 from ucformat.sources.torch_save import TorchSave
 from ucformat.sources.zarr import Zarr
@@ -136,7 +136,7 @@ def open_source_file(
             return _checked(chosen, opened, where, name)
     check_downloaded(store, file=name)
     if part := part_by_names(store, name):
-        raise refusal(where, part)
+        raise refusal(where, part, openable=False)
     raise NotACheckpoint(
         f"{where} is a file, and no checkpoint that ucformat knows",
         hint=f"open its folder; foreign checkpoints that can be read: {titles()}",
@@ -152,8 +152,8 @@ def _checked(source: Source, opened: OpenSource, where: str, file: str = "") -> 
     if part is None:
         files = opened.metadata.files
         key = file or (files[0] if len(files) == 1 else "")  # of a folder with one file
-        names = {info.name for info in opened.metadata.tensor_list.tensors}
-        part = part_by_names(opened.store, key, names, partial(_names, source, opened.store))
+        shapes = _shapes(opened)
+        part = part_by_names(opened.store, key, shapes, partial(_sibling, source, opened.store))
     if given is None and part:
         raise refusal(where, part)
     if given:
@@ -161,9 +161,15 @@ def _checked(source: Source, opened: OpenSource, where: str, file: str = "") -> 
     return opened
 
 
-def _names(source: Source, store: Store, key: str) -> list[str]:
-    """The names of the tensors in another file of a folder."""
-    return [info.name for info in source.open_file(store, key).metadata.tensor_list.tensors]
+def _shapes(opened: OpenSource) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights, or of what else there is, by name."""
+    return {info.name: info.shape for info in reversed(opened.metadata.tensor_list.tensors)}
+
+
+def _sibling(source: Source, store: Store, key: str) -> Sibling:
+    """What another file of a folder holds."""
+    opened = source.open_file(store, key)
+    return Sibling(_shapes(opened), getattr(opened, "part", None) or "")
 
 
 def titles() -> str:

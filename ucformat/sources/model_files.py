@@ -8,7 +8,7 @@ import reprlib
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import IntegrityError, MissingData, UcformatError
+from ucformat.errors import IntegrityError, MissingData, UcformatError, option_text
 from ucformat.storage.base import check_key, exists
 from ucformat.storage.concurrency import map_io
 
@@ -218,11 +218,12 @@ def parse_shard_name(name: str) -> tuple[str, int, int] | None:
     return f"{match['stem']}-*-of-{match['total']}{match['suffix']}", int(match["number"]), int(match["total"])
 
 
-def complete_shards(names: Sequence[str]) -> list[str]:
+def complete_shards(names: Sequence[str], *, part: bool = False) -> list[str]:
     """Check that all shards of a set are present.
 
     Args:
         names: the names of a set's files, in any order; a single file need not be named as a shard.
+        part: shards may be missing.
 
     Returns:
         the names by number.
@@ -237,14 +238,14 @@ def complete_shards(names: Sequence[str]) -> list[str]:
         if found := parse_shard_name(name):
             by_number[found[1]], example, total = name, name, found[2]
     missing = [n for n in range(1, min(total, len(by_number) + _MAX_NAMED) + 1) if n not in by_number]
-    if missing or len(by_number) != total:
+    if (missing or len(by_number) != total) and not (part and missing):
         match = _NUMBERED.fullmatch(example)
         first = missing[0] if missing else 0
         name = f"{match['stem']}-{first:05d}-of-{match['total']}{match['suffix']}" if match and missing else example
         what = "is missing" if missing else "does not belong to them"
         raise MissingData(
             f"{name} {what}: {len(by_number)} of {total} shards are there",
-            hint="copy all shards; each contains other tensors",
+            hint=f"copy all shards; each contains other tensors. {_part_hint()}",
         )
     return [by_number[n] for n in sorted(by_number)]
 
@@ -269,7 +270,9 @@ def file_sets(names: Iterable[str], index: str) -> dict[str, FileSet]:
     return sets
 
 
-def check_index(weight_map: Mapping[str, str], index: str, present: Collection[str], below: str = "") -> list[str]:
+def check_index(
+    weight_map: Mapping[str, str], index: str, present: Collection[str], below: str = "", *, part: bool = False
+) -> list[str]:
     """Check that the shards of an index exist.
 
     Args:
@@ -277,9 +280,10 @@ def check_index(weight_map: Mapping[str, str], index: str, present: Collection[s
         index: the key of the index, for messages.
         present: the keys of the files that exist.
         below: the folder of the index in the store, with a slash at the end, or empty.
+        part: shards may be missing.
 
     Returns:
-        the keys of the shards, sorted.
+        the keys of the shards that are there, sorted.
 
     Raises:
         MissingData: a shard does not exist.
@@ -287,14 +291,33 @@ def check_index(weight_map: Mapping[str, str], index: str, present: Collection[s
     shards = []
     for shard in dict.fromkeys(weight_map.values()):
         key = check_key(f"{below}{shard}")
+        if key not in present and part and present:
+            continue
         if key not in present:
             names = [n for n, s in weight_map.items() if s == shard]
             raise MissingData(
                 f"{key} is missing: according to {index}, it contains {_some(names)}",
-                hint="copy all shards that the index names; each contains other tensors",
+                hint=f"copy all shards that the index names; each contains other tensors. {_part_hint()}",
             )
         shards.append(key)
     return sorted(shards)
+
+
+def part_of_set(keys: Sequence[str], weight_map: Mapping[str, str], index: str | None) -> str | None:
+    """What files are a part of: the shards that an index, or their own names, count; None if all are there.
+
+    Args:
+        keys: the keys of the files.
+        weight_map: the file name of each tensor's shard, by tensor; empty without an index.
+        index: the key of the index.
+    """
+    numbered = parse_shard_name(keys[0]) if keys and len(keys) > 1 else None
+    total = len(set(weight_map.values())) if index else numbered[2] if numbered else len(keys)
+    return f"{len(keys)} of the {total} files of {index or 'a model'}" if len(keys) < total else None
+
+
+def _part_hint() -> str:
+    return f"To open those that are there, as a part: {option_text('part', 'True', 'true')}"
 
 
 def check_shards(weight_map: Mapping[str, str], index: str, shards: Mapping[str, Collection[str]]) -> None:

@@ -8,7 +8,9 @@ decides; where it does not tell, names and siblings do.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import NotACheckpoint, UcformatError, UnsupportedError, option_text
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import CheckpointMetadata
     from ucformat.storage.base import Store
 
-__all__ = ["marked", "part_by_content", "part_by_names", "part_by_shapes", "parts_of_one", "refusal"]
+__all__ = ["Sibling", "marked", "part_by_content", "part_by_names", "part_by_shapes", "parts_of_one", "refusal"]
 
 _MAX_LISTED = 10_000  # files that are listed to find siblings
 _MAX_INDEXES = 5
@@ -59,17 +61,32 @@ _DEGREES = ("tensor_model_parallel_size", "model_parallel_size", "pipeline_model
             "expert_model_parallel_size", "mp_world_size")  # fmt: skip
 _ARGUMENTS = ("args", "hyper_parameters", "config", "cfg", "hparams")
 _FLAT = re.compile(r"(.*\.)?(_flat_param|flat_param_\d+|_fsdp_wrapped_module\._flat_param)", re.DOTALL)
+_CUT = "has the same tensors, each with another size of at most one dim"
 _META_NORM, _META_SIZES = "norm.weight", "params.json"
 _META_EMBEDDING, _META_OUTPUT = "tok_embeddings.weight", "layers.0.attention.wo.weight"
 
 
-def refusal(where: str, what: str) -> NotACheckpoint:
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """Another file of a folder: the shapes of its tensors by name, and what its content says that it is a part of."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    part: str = ""
+
+
+def refusal(where: str, what: str, *, openable: bool = True) -> NotACheckpoint:
     """The error for a part that is opened as if it were whole.
 
     Args:
         where: the path or url of the part.
         what: what it is.
+        openable: whether it can be opened by itself.
     """
+    if not openable:
+        return NotACheckpoint(
+            f"{where} is only a part of a checkpoint: {what}",
+            hint="open the folder that has all parts, and the files that describe them; by itself it cannot be read",
+        )
     yes, no = option_text("part", "True", "true"), option_text("part", "False", "false")
     return NotACheckpoint(
         f"{where} seems to be only a part of a checkpoint: {what}",
@@ -92,7 +109,7 @@ def parts_of_one(names: Iterable[str], url: str) -> UnsupportedError | None:
     return UnsupportedError(
         f"{url} holds parts of a checkpoint, and no file says how they belong together: "
         f"{', '.join(parts[:_MAX_NAMED])}{more}",
-        hint=f"put them together with {_merger(parts, url)}; to open one file by itself: "
+        hint=f"put them together with {_merger(parts, url)}; to open one file by itself, give its path and "
         f"{option_text('part', 'True', 'true')}",
     )
 
@@ -132,6 +149,9 @@ def part_by_content(value: Any) -> str | None:
         found = arguments.attributes if isinstance(arguments, Inert) else arguments
         if isinstance(found, dict):
             degrees |= {n: found[n] for n in _DEGREES if type(found.get(n)) is int}
+            rank, ranks = (found.get(n) for n in ("rank", "world_size"))
+            if type(rank) is int and type(ranks) is int and 0 < rank < ranks:  # 0 may have saved for all
+                return f"rank {rank} of {ranks}, according to its content"
     above = {name: n for name, n in degrees.items() if n > 1}
     if above:
         return f"one rank's part, according to its arguments ({', '.join(f'{k} {n}' for k, n in above.items())})"
@@ -160,16 +180,20 @@ def part_by_shapes(store: Store, shapes: Mapping[str, tuple[int, ...]]) -> str |
 
 
 def part_by_names(
-    store: Store, key: str, names: Collection[str] = (), names_of: Callable[[str], Iterable[str]] | None = None
+    store: Store,
+    key: str,
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    open_other: Callable[[str], Sibling] | None = None,
 ) -> str:
     """What the name of a file, that of its folder, and the files beside it say that it is a part of; else empty.
 
     Args:
         store: a store whose root is the folder.
         key: the name of the file; empty if the folder itself was opened.
-        names: the names of the tensors in it.
-        names_of: returns those in another file of the folder.
+        shapes: the shapes of the tensors in it by name.
+        open_other: opens another file of the folder.
     """
+    names = shapes.keys()
     folder = store.url.rstrip("/").rpartition("/")[2].lower()
     if found := _by_folder(folder, key.lower(), names):
         return found
@@ -178,7 +202,7 @@ def part_by_names(
     if found := _by_label(store.url, key, names):
         return found
     beside = list(_siblings(store))
-    return _by_index(store, key, beside) or _by_siblings(key, beside, names, names_of)
+    return _by_index(store, key, beside) or _by_siblings(key, beside, shapes, open_other)
 
 
 def _by_folder(folder: str, file: str, names: Collection[str]) -> str:
@@ -253,7 +277,10 @@ def _by_index(store: Store, key: str, beside: Iterable[str]) -> str:
 
 
 def _by_siblings(
-    key: str, beside: Collection[str], names: Collection[str], names_of: Callable[[str], Iterable[str]] | None
+    key: str,
+    beside: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    open_other: Callable[[str], Sibling] | None,
 ) -> str:
     """What files say whose names differ in one number."""
     dotted = _DOTTED.search(key.lower())
@@ -270,22 +297,45 @@ def _by_siblings(
         label = _DEVICE.search(key.lower())
         if label and label.start(2) == m.start():
             return f"{label[1]} {int(label[2])}, beside {numbered[others[0]]}"
-        if names_of is not None and _complete(names, names_of, numbered[others[0]]):
-            return f"{numbered[others[0]]} has other layers or tensors of the same model"
+        found = "" if open_other is None else _by_content_of(shapes, open_other, numbered[others[0]])
+        if found and (found != _CUT or _are_ranks({*numbered, int(m[0])}, shapes)):
+            return f"{numbered[others[0]]} {found}"
     return ""
 
 
-def _complete(names: Collection[str], names_of: Callable[[str], Iterable[str]], other: str) -> bool:
-    """Whether two files have different layers of one stack, or else different tensors of one module."""
+def _by_content_of(shapes: Mapping[str, tuple[int, ...]], open_other: Callable[[str], Sibling], other: str) -> str:
+    """What the content of a file beside says that both are parts of."""
     try:
-        beside = set(names_of(other))
+        beside = open_other(other)
     except UcformatError:  # another kind of file
-        return False
+        return ""
+    if beside.part:
+        return f"beside it is {beside.part}"
+    if _complete(shapes, beside.shapes):
+        return "has other layers or tensors of the same model"
+    return _CUT if _cut(shapes, beside.shapes) else ""
+
+
+def _are_ranks(numbers: Collection[int], names: Iterable[str]) -> bool:
+    """Whether numbers of files may be those of ranks, and are not the ranks of adapters."""
+    first = min(numbers)
+    return first <= 1 and max(numbers) - first < len(numbers) and not any(_LOW_RANK.search(n.lower()) for n in names)
+
+
+def _complete(names: Collection[str], beside: Collection[str]) -> bool:
+    """Whether two files have different layers of one stack, or else different tensors of one module."""
     theirs = _stacks(beside)
     if any(mine.isdisjoint(theirs.get(stack, mine)) for stack, mine in _stacks(names).items()):
         return True
     modules, others = ({name.partition(".")[0] for name in found if "." in name} for found in (names, beside))
-    return beside.isdisjoint(names) and not modules.isdisjoint(others)
+    return set(beside).isdisjoint(names) and not modules.isdisjoint(others)
+
+
+def _cut(shapes: Mapping[str, tuple[int, ...]], beside: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether two files have the same tensors, some of which differ in one dim, and none in more."""
+    if shapes.keys() != beside.keys() or any(len(s) != len(beside[n]) for n, s in shapes.items()):
+        return False
+    return max((sum(a != b for a, b in zip(s, beside[n], strict=True)) for n, s in shapes.items()), default=0) == 1
 
 
 def _stacks(names: Iterable[str]) -> dict[str, set[int]]:

@@ -1,13 +1,15 @@
 """The safetensors shards of DCP's `HuggingFaceStorageWriter(save_distributed=True)`.
 
 Each rank writes `shard-RRRRR-model-FFFFF-of-NNNNN.safetensors` with its pieces of the tensors, and the offset of each
-piece in the whole tensor in `__metadata__`, as `DCP_SHARDING_INFO`. The shape of a tensor is not recorded: it ends with
-its last piece. Therefore, a missing file of the last rank cannot be detected.
+piece in the whole tensor in `__metadata__`, as `DCP_SHARDING_INFO`. Neither the shape of a tensor is recorded, which
+ends with its last piece, nor the number of ranks. That no file of a last rank is missing is proved by tensors whose
+last piece is shorter: n rows over r ranks are pieces of ceil(n / r). Otherwise the caller must say so.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData
@@ -20,7 +22,7 @@ from ucformat.sources.index import TensorIndex
 from ucformat.sources.safetensors.opened import read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.safetensors.opened import Header
@@ -57,6 +59,11 @@ class OpenShards:
                 whole = next(iter(header.extents(name)), None)
                 extent = whole and Extent(whole.box.shift(start), file, whole.offset, whole.strides)
                 pieces.setdefault(name, []).append((Box(start, stored.shape), file, extent))
+        ranks = len({match[1] for file in files if (match := SHARD.fullmatch(file))})
+        if not _all_there([[box for box, _, _ in found] for found in pieces.values()], ranks):
+            self.part = (
+                f"the shards of {'one rank' if ranks == 1 else f'{ranks} ranks'}, and nothing tells how many saved"
+            )
         for name, found in pieces.items():
             if Key(name, "weight") not in self._contents.unreadable:
                 self._add(name, dtypes[name], found)
@@ -87,8 +94,6 @@ class OpenShards:
                 f"{self.store.url} has no shard-…-model-{lost:05}-of-{total:05}.safetensors of any rank",
                 hint="copy the files of all ranks; each contains other pieces",
             )
-        if len(ranks) == 1:
-            self.part = "the shards of one rank, and nothing records how many ranks saved"
 
     def _add(self, name: str, dtype: str, found: list[tuple[Box, str, Extent | None]]) -> None:
         shape = tuple(map(max, zip(*(box.stop for box, _, _ in found), strict=True)))
@@ -104,6 +109,22 @@ class OpenShards:
     def records(self) -> Iterator[FileRecord]:
         """None: safetensors has no checksums."""
         return iter(())
+
+
+def _all_there(tensors: Iterable[Sequence[Box]], ranks: int) -> bool:
+    """Whether the pieces of some tensors prove that no more ranks saved, since their last pieces are shorter."""
+    most = math.inf
+    for boxes in tensors:
+        pieces = sorted(boxes, key=lambda box: box.start)
+        first, last = pieces[0], pieces[-1]
+        cut = [d for d, start in enumerate(last.start) if start]
+        if len(cut) != 1 or not first.size or len(pieces) != ranks:
+            continue
+        (dim,) = cut
+        size, rows = first.shape[dim], last.stop[dim]
+        if last.shape[dim] < size and [p.start[dim] for p in pieces] == list(range(0, rows, size)):
+            most = min(most, (rows - 1) // (size - 1))  # the most ranks r for which ceil(rows / r) is `size`
+    return most <= ranks
 
 
 def _offsets(header: Header) -> dict[str, tuple[int, ...]]:

@@ -60,5 +60,5 @@ class HuggingFace(Source):
         given = {n: getattr(self.options, n) for n in options_of(self) if n not in own}
         inner = {name: value for name, value in given.items() if value is not None}
         groups = groups_by_optimizer(self.options.groups)
-        how = EngineOptions(self.options.allow, groups, inner, self.options.optimizer)
+        how = EngineOptions(self.options.allow, groups, inner, self.options.optimizer, part=self.options.part is True)
         return OpenHuggingFace(store, found, infos, how)

@@ -21,7 +21,6 @@ from ucformat.errors import (
     NotACheckpoint,
     NotFound,
     UcformatError,
-    UnsupportedError,
     UsageError,
     option_text,
 )
@@ -119,12 +118,14 @@ class EngineOptions:
         groups: the parameter names of each group, by the name of an optimizer (`optimizer`, `optimizer_1`).
         values: all other options, by name.
         optimizer: whether to read optimizers.
+        part: whether shards of a model may be missing.
     """
 
     allow: tuple[str, ...] = ()
     groups: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     optimizer: bool = True
+    part: bool = False
 
     def for_optimizer(self, optimizer: str) -> dict[str, Any]:
         """The options for the checkpoint that contains an optimizer.
@@ -267,7 +268,7 @@ def _add_whole(
     modules = []
     for number, names in sorted(models.items()):
         prefix = _prefix(number) if len(models) > 1 else ""
-        source = _open_model(store, names, options.allow)
+        source = _open_model(store, names, options)
         before = len(engine.objects)
         objects = source.metadata.objects
         _add_source(source, prefix, engine, contents)
@@ -327,14 +328,13 @@ def _add_optimizer(
     return add_optimizer(optimizer, modules, contents, given)
 
 
-def _open_model(store: Store, names: Sequence[str], allow: tuple[str, ...]) -> OpenSource:
+def _open_model(store: Store, names: Sequence[str], options: EngineOptions) -> OpenSource:
     """Open the files of one model, which are all of one kind."""
+    part = options.part
     if any(".safetensors" in name for name in names):
-        return OpenSafetensors(store, *choose(names, store.url), ())
-    if any("_rank" in name for name in names):
-        raise UnsupportedError(f"{names[0]}: not yet read: FSDP's state dicts of each rank")
-    keys, index = choose_files(names, store.url)
-    return OpenTorchSave(store, keys, index, allow, {}, ())
+        return OpenSafetensors(store, *choose(names, store.url, part=part), (), part=part)
+    keys, index = choose_files(names, store.url, part=part)
+    return OpenTorchSave(store, keys, index, options.allow, {}, (), part=part)
 
 
 def _prefix(number: int) -> str:

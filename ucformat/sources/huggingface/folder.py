@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.errors import UnsupportedError, UsageError
+from ucformat.errors import UnsupportedError, UsageError, option_text
 from ucformat.sources.deepspeed.folder import is_model_or_optimizer
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
             if pattern.fullmatch(name):
                 raise UnsupportedError(
                     f"{name}: not yet read: {what}",
-                    hint="save whole or sharded (DCP) state dicts, or open the folder of one of them",
+                    hint="save whole or sharded (DCP) state dicts; to open one file by itself, give its path and "
+                    f"{option_text('part', 'True', 'true')}",
                 )
     found = FolderFiles(
         deepspeed="latest" in names or any(is_model_or_optimizer(n) for n in names if n.count("/") < 2),

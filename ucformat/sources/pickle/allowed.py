@@ -47,9 +47,10 @@ _FRAMEWORKS = (
     *("transformers", "trl"),
 )
 
-#: Among the packages that are allowed: what a rank has of a DTensor is read.
+#: Among the packages that are allowed: what a rank has of a DTensor or a ShardedTensor is read.
 PARTS = "torch.distributed.tensor.DTensor"
 
+_SHARDED = re.compile(r"torch\.distributed\._shard\.sharded_tensor\.(\w+\.)*ShardedTensor")
 _DTENSOR = re.compile(r"torch\.distributed\._?tensor(\.\w+)?\.DTensor")
 #: Classes of tensors whose elements are all that there is to them.
 _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
@@ -191,7 +192,9 @@ def _wrapped(kind: Any, dtype: Any, shape: Any, *_: Any) -> StoredTensor:
 
 
 def _from_type_or_part(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Like `_from_type`, and a DTensor is the part of it that its rank has."""
+    """Like `_from_type`, and a DTensor or a ShardedTensor is the part of it that its rank has."""
+    if isinstance(kind, InertClass) and _SHARDED.fullmatch(kind.name):
+        return _shards_of_rank(args, state)
     if not (isinstance(kind, InertClass) and _DTENSOR.fullmatch(kind.name)):
         return _from_type(function, kind, args, state)
     if isinstance(state, tuple) and len(state) == 2:  # of the object, and of its slots
@@ -204,6 +207,24 @@ def _from_type_or_part(function: Any, kind: Any, args: Any, state: Any) -> Any:
         raise IntegrityError("a DTensor without a local tensor, placements and a shape")
     names = {p.name.rpartition(".")[2] for p in placements if isinstance(p, Inert)}
     return LocalPart(local, whole=local.shape == shape and names <= {"Shard", "Replicate", "_StridedShard"})
+
+
+def _shards_of_rank(args: Any, state: Any) -> LocalPart:
+    """The only shard that a rank has of a ShardedTensor; no elements if it has none."""
+    shape = args[2] if isinstance(args, tuple) and len(args) > 2 else None
+    shards = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(shape, tuple) or not isinstance(shards, list) or not isinstance(args[1], Dtype):
+        raise IntegrityError("a ShardedTensor without a shape, a dtype and shards")
+    states = [s.state[1] for s in shards if isinstance(s, Inert) and isinstance(s.state, tuple) and len(s.state) == 2]
+    found = [s.get("tensor") for s in states if isinstance(s, dict)]
+    tensors = [t for t in found if isinstance(t, StoredTensor)]
+    if len(tensors) != len(shards):
+        raise IntegrityError("a ShardedTensor with a shard that is not a tensor")
+    if not tensors:
+        none = sizes((0, *shape[1:]), "shape")
+        return LocalPart(StoredTensor("", args[1].name, none, (0,) * len(none), 0, 0), whole=False)
+    one = tensors[0] if len(tensors) == 1 else tensors[0].refused(f"is stored as {len(tensors)} shards of one rank")
+    return LocalPart(one, whole=len(tensors) == 1 and one.shape == shape)
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:

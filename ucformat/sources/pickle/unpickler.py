@@ -115,7 +115,7 @@ class _Meaning:
     def make(self, maker: Any, args: Any) -> Any:
         if not isinstance(args, tuple):
             raise IntegrityError("its pickle makes an object from something that is not a tuple")
-        if isinstance(maker, InertClass):
+        if isinstance(maker, InertClass | Inert):  # an `Inert`: a class in a class, which `getattr` names
             return Inert(maker.name, args)
         if not isinstance(maker, Maker):
             raise UnsafeError(f"its pickle calls a {type(maker).__name__}, which is not a class")

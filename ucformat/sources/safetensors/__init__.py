@@ -54,8 +54,9 @@ class Safetensors(Source):
         """Open the only checkpoint of a folder; reads the header of each of its files."""
         from ucformat.sources.safetensors.opened import OpenSafetensors
 
-        infos = root_files(store)
-        return OpenSafetensors(store, *choose(infos, store.url), find_assets(infos.values()))
+        infos, part = root_files(store), self.options.part is True
+        files, index = choose(infos, store.url, part=part)
+        return OpenSafetensors(store, files, index, find_assets(infos.values()), part=part)
 
     def find_file(self, store: Store, key: str) -> bool:  # noqa: ARG002 - the name suffices
         """Whether the file is named as a safetensors file, or as the index of several."""
@@ -66,16 +67,18 @@ class Safetensors(Source):
         from ucformat.sources.safetensors.opened import OpenSafetensors
 
         if key.endswith(_INDEX):
-            return OpenSafetensors(store, [], key, file_assets(store, key), folder=key)
+            part = self.options.part is True
+            return OpenSafetensors(store, [], key, file_assets(store, key), folder=key, part=part)
         return OpenSafetensors(store, [key], None, file_assets(store, key), folder=key)
 
 
-def choose(names: Iterable[str], url: str) -> FileSet:
+def choose(names: Iterable[str], url: str, *, part: bool = False) -> FileSet:
     """Choose the checkpoint among the files of a folder.
 
     Args:
         names: the keys of the files in the folder and its subfolders.
         url: the folder, for messages.
+        part: shards may be missing.
 
     Returns:
         the files, and the key of their index or None.
@@ -101,7 +104,7 @@ def choose(names: Iterable[str], url: str) -> FileSet:
             hint=f"open one of them: {url}/{next(iter(sets))}",
         )
     ((files, index),) = sets.values()
-    return complete_shards(files), index
+    return complete_shards(files, part=part), index
 
 
 def _stem(name: str) -> str:

@@ -25,7 +25,7 @@ from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.reading.readable import PART_OF, CheckpointMetadata
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.index import TensorIndex
-from ucformat.sources.model_files import check_index, check_shards, present_shards, read_weight_map
+from ucformat.sources.model_files import check_index, check_shards, part_of_set, present_shards, read_weight_map
 from ucformat.sources.parts import part_by_shapes
 from ucformat.sources.pickle.stand_ins import unknown_dtype
 from ucformat.sources.values import to_json
@@ -232,10 +232,16 @@ class OpenSafetensors:
     """An opened checkpoint of safetensors files; `part` as in `OpenSource`."""
 
     kind = "safetensors"
-    part: str | None = None
 
     def __init__(
-        self, store: Store, files: Sequence[str], index: str | None, assets: Sequence[str], folder: str = ""
+        self,
+        store: Store,
+        files: Sequence[str],
+        index: str | None,
+        assets: Sequence[str],
+        folder: str = "",
+        *,
+        part: bool = False,
     ) -> None:
         self.store = store
         self.contents = TensorIndex()
@@ -244,7 +250,7 @@ class OpenSafetensors:
         keys = list(files)
         if index is not None:
             weight_map, index_metadata = read_weight_map(store, index)
-            keys = check_index(weight_map, index, present_shards(store, weight_map))
+            keys = check_index(weight_map, index, present_shards(store, weight_map), part=part)
         headers = map_io(lambda key: read_header(store, key), keys)
         if index is not None:
             check_shards(weight_map, index, {h.file: [*h.tensors, *h.unreadable] for h in headers})
@@ -252,6 +258,7 @@ class OpenSafetensors:
             _add(header, self.contents)
         objects = _metadata(headers)
         self.part = next((h.metadata[PART_OF] for h in headers if PART_OF in h.metadata), None)
+        self.part = self.part or part_of_set(keys, weight_map, index)
         if self.part is None and len(headers) == 1:
             self.part = part_by_shapes(store, {name: info.shape for name, info in headers[0].tensors.items()})
         if index_metadata:

@@ -76,9 +76,10 @@ class TorchSave(Source):
         from ucformat.sources.torch_save.opened import OpenTorchSave
 
         infos = root_files(store)
-        keys, index = choose_files(list(_candidates(store, infos)), store.url)
-        groups = groups_by_optimizer(self.options.groups)
-        return OpenTorchSave(store, keys, index, self.options.allow, groups, find_assets(infos.values(), keys))
+        groups, part = groups_by_optimizer(self.options.groups), self.options.part is True
+        keys, index = choose_files(list(_candidates(store, infos)), store.url, part=part)
+        assets = find_assets(infos.values(), keys)
+        return OpenTorchSave(store, keys, index, self.options.allow, groups, assets, part=part)
 
     def find_file(self, store: Store, key: str) -> bool:
         """Whether the file begins as torch's files do, or is named as a model's."""
@@ -89,9 +90,9 @@ class TorchSave(Source):
         from ucformat.sources.torch_save.opened import OpenTorchSave
 
         index = key if key.endswith(_INDEX) else None
-        groups = groups_by_optimizer(self.options.groups)
+        groups, part = groups_by_optimizer(self.options.groups), self.options.part is True
         keys, assets = [] if index else [key], file_assets(store, key)
-        return OpenTorchSave(store, keys, index, self.options.allow, groups, assets, folder=key)
+        return OpenTorchSave(store, keys, index, self.options.allow, groups, assets, folder=key, part=part)
 
 
 def _is_named_as_model(name: str) -> bool:
@@ -125,12 +126,13 @@ def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None)
         yield from (n for n in sorted(plain)[:_MAX_PROBED] if _looks_like_torch_save(store, n))
 
 
-def choose_files(names: Sequence[str], url: str) -> FileSet:
+def choose_files(names: Sequence[str], url: str, *, part: bool = False) -> FileSet:
     """Choose the checkpoint among the files of a folder.
 
     Args:
         names: the names of the files that may be checkpoints, without folders.
         url: the folder, for messages.
+        part: shards may be missing.
 
     Returns:
         the files, and the key of their index or None.
@@ -158,4 +160,4 @@ def choose_files(names: Sequence[str], url: str) -> FileSet:
             hint=f"open one of them: {url}/{next(iter(sets))}",
         )
     files, index = sets[chosen[0]]
-    return complete_shards(files), index
+    return complete_shards(files, part=part), index

@@ -14,7 +14,7 @@ from ucformat.errors import IntegrityError, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, IntKey
 from ucformat.sources.index import TensorIndex
-from ucformat.sources.model_files import check_index, check_shards, present_shards, read_weight_map
+from ucformat.sources.model_files import check_index, check_shards, part_of_set, present_shards, read_weight_map
 from ucformat.sources.parts import part_by_content, part_by_shapes
 from ucformat.sources.pickle.allowed import PARTS
 from ucformat.sources.pickle.file import TorchFile, TorchZip
@@ -153,7 +153,6 @@ class OpenTorchSave:
     """An opened file of torch.save, or the shards of one model; `part` as in `OpenSource`."""
 
     kind = "torch_save"
-    part: str | None = None
 
     def __init__(
         self,
@@ -164,14 +163,16 @@ class OpenTorchSave:
         groups: Mapping[str, Sequence[Sequence[str]]],
         assets: Sequence[str],
         folder: str = "",
+        *,
+        part: bool = False,
     ) -> None:
         self.store, self.contents = store, TensorIndex()
-        files, metadata = _open_shards(store, keys, index, allow)
+        files, metadata, self.part = _open_shards(store, keys, index, allow, part=part)
         self._keys = [f.key for f in files]
         aliases: dict[str, str] = {}
         objects: dict[str, Any] = {"index": to_json(metadata)} if metadata else {}
         engine, step = {"name": "pytorch"}, None
-        if len(files) > 1 or index is not None:
+        if len(files) > 1 or index is not None or self.part:
             for file in files:
                 aliases |= _add_module(_flat(file), "", (), file, self.contents)
         else:
@@ -234,18 +235,22 @@ class OpenTorchSave:
 
 
 def _open_shards(
-    store: Store, keys: Sequence[str], index: str | None, allow: tuple[str, ...] = ()
-) -> tuple[list[TorchFile], dict[str, Any]]:
-    """Open the files, or those of the index if there is one, and check that both agree; also the index's metadata."""
+    store: Store, keys: Sequence[str], index: str | None, allow: tuple[str, ...] = (), *, part: bool = False
+) -> tuple[list[TorchFile], dict[str, Any], str | None]:
+    """Open the files, or those of the index if there is one, and check that both agree.
+
+    Returns:
+        the files, the index's metadata, and what the files are a part of if some are missing.
+    """
     weight_map: dict[str, str] = {}
     metadata: dict[str, Any] = {}
     if index is not None:
         weight_map, metadata = read_weight_map(store, index)
-        keys = check_index(weight_map, index, present_shards(store, weight_map))
+        keys = check_index(weight_map, index, present_shards(store, weight_map), part=part)
     files = map_io(lambda key: TorchFile(store, key, allow=(*allow, PARTS)), keys)
     if index is not None:
         check_shards(weight_map, index, {f.key: _flat(f) for f in files})
-    return files, metadata
+    return files, metadata, part_of_set(keys, weight_map, index)
 
 
 def _add_module(
@@ -283,7 +288,7 @@ def _add_module(
 
 
 def _take_local(file: TorchFile) -> str | None:
-    """Replace the DTensors in a file by what its rank has of them; returns what the file is then a part of."""
+    """Replace what is shared by ranks in a file by what its own has; returns what the file is then a part of."""
     found: list[LocalPart] = []
     seen: set[int] = set()
     waiting = [file.value]
@@ -299,7 +304,7 @@ def _take_local(file: TorchFile) -> str | None:
             else:
                 waiting.append(item)
     if any(not part.whole for part in found):
-        return "what one rank has of tensors that are sharded over several (DTensor)"
+        return "what one rank has of tensors that are sharded over several (DTensor, ShardedTensor)"
     return "" if found else None
 
 
