@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 #: What is changed -> the folders of tests that should notice, in the order in which they are run.
 PACKAGES: dict[str, tuple[str, ...]] = {
-    "geometry": ("geometry", "reading", "views"),
-    "format": ("format", "conformance", "golden", "torch"),
-    "reading": ("reading", "sources"),
-    "storage": ("storage",),
-    "sources": ("sources",),
-    "exporters": ("exporters",),
+    "geometry": ("geometry", "reading", "views", "sources", "torch"),
+    "format": ("format", "conformance", "golden", "reading", "jobs", "torch"),
+    "reading": ("reading", "sources", "jobs", "torch"),
+    "storage": ("storage", "jobs"),
+    "sources": ("sources", "exporters", "jobs", "torch"),
+    "exporters": ("exporters", "jobs", "cli"),
     "torch/saving": ("torch",),
     "torch/loading": ("torch",),
     "torch/state": ("torch",),
-    "catalog/retention": ("catalog", "jobs"),
-    "catalog/deletion": ("catalog", "jobs"),
-    "catalog/filter": ("catalog",),
-    "jobs": ("jobs",),
+    "catalog/retention": ("catalog", "jobs", "cli"),
+    "catalog/deletion": ("catalog", "jobs", "cli"),
+    "catalog/filter": ("catalog", "cli"),
+    "jobs": ("jobs", "exporters", "catalog", "cli"),
 }
 #: Records the test that reaches a place, once in each process; its first line is the path of the record.
 _REACHED = """
