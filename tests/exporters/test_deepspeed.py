@@ -326,6 +326,16 @@ def test_the_exporters_are_registered() -> None:
         plan_export(fake({"w": (3,)}), "deepspeed-universal", stage=0)
 
 
+def test_what_deepspeed_does_not_restore_is_told() -> None:
+    source = fake({"w": (3,), "b": (2,), "frozen": (2,), "empty": (0,)}, groups=[["w"], ["b"]])
+    frozen = "buffers and frozen parameters (1 tensor): written, but not loaded by DeepSpeed"
+    options: dict[str, Any] = {"buffers": [], "stage": 2}
+    assert plan_export(source, "deepspeed-universal", **options).left_out == (frozen,)
+    told = plan_export(source, "deepspeed-universal", **options | {"stage": 3}).left_out
+    assert frozen in told
+    assert any(text.startswith("hyper-parameters of optimizer groups after the first") for text in told)
+
+
 def test_what_is_last_is_what_deepspeed_needs(tmp_path: Path) -> None:
     source = fake({"w": (3,)}, dtype="bfloat16")
     last = {

@@ -40,6 +40,7 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv,
 }
+_COMMUTATIVE = ("max", "min", "np.maximum", "np.minimum", "torch.equal", "np.array_equal")
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def _of_expression(node: ast.expr) -> Iterator[tuple[str, Callable[[], object]]]
                 yield "operator", partial(setattr, node, "op", _OPERATORS[type(node.op)]())
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             yield "number", partial(setattr, node, "value", value + 1)
-        case ast.Call():
+        case ast.Call() if ast.unparse(node.func) not in _COMMUTATIVE:
             for at, (first, second) in enumerate(pairwise(node.args)):
                 starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
                 if not starred and ast.dump(first) != ast.dump(second):

@@ -32,6 +32,7 @@ from ucformat.torch.saving.manifest import (
     StateInfo,
     WriteReport,
     merge_reports,
+    numbered_mesh,
     slowest,
     write_report,
 )
@@ -357,3 +358,9 @@ def test_tensors_of_several_descriptions_are_written_once_and_compared() -> None
     assert len(plan.described.rows) == 3
     for error in save(4, held, arrays, f"memory://statements-{next(count)}", changed=3):
         assert isinstance(error, UsageError)
+
+
+def test_a_mesh_is_numbered_by_those_that_take_part() -> None:
+    mesh = RankMesh.of((2,), [6, 4])
+    assert numbered_mesh(mesh, {4: 0, 6: 1, 9: 2}) == RankMesh.of((2,), [1, 0])
+    assert numbered_mesh(mesh, {4: 0, 9: 1}) is None

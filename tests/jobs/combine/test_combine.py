@@ -264,6 +264,11 @@ def test_options_of_an_average(options: dict[str, Any], message: str) -> None:
         ucformat.average([source(tensors(n)) for n in range(2)], MemoryStore("never"), **options)
 
 
+def test_of_checkpoints_without_tensors_there_is_no_average() -> None:
+    with pytest.raises(UsageError, match="has no tensors to combine"):
+        ucformat.average([source({}), source({})], MemoryStore("never"))
+
+
 @pytest.mark.parametrize(
     ("method", "count", "options", "message"),
     [

@@ -61,6 +61,7 @@ __all__ = [
     "WriteReport",
     "manifest_of",
     "merge_reports",
+    "numbered_mesh",
     "slowest",
     "state_info",
     "write_report",
@@ -169,7 +170,7 @@ def state_info(
     distributions = tuple(d for d in numbers if d is not None)
     if members is not None:
         number_of = {rank: number for number, rank in enumerate(members)}
-        meshes = {mesh: _numbered(mesh, number_of) for mesh in {d.mesh for d in distributions}}
+        meshes = {mesh: numbered_mesh(mesh, number_of) for mesh in {d.mesh for d in distributions}}
         known = [None if (mesh := meshes[d.mesh]) is None else replace(d, mesh=mesh) for d in distributions]
         distributions = tuple(d for d in known if d is not None)
         order: dict[Distribution | None, int] = {d: n for n, d in enumerate(distributions)}
@@ -190,10 +191,12 @@ def state_info(
     )
 
 
-def _numbered(mesh: RankMesh, number_of: Mapping[int, int]) -> RankMesh | None:
-    """The mesh with other numbers of its ranks; None if one of them has none."""
-    numbers = [number_of.get(rank, -1) for rank in mesh.ranks.reshape(-1).tolist()]
-    return None if -1 in numbers else RankMesh.of(mesh.sizes, numbers)
+def numbered_mesh(mesh: RankMesh, number_of: Mapping[int, int]) -> RankMesh | None:
+    """Return the mesh with other numbers of its ranks; None if one of them has none."""
+    ranks = mesh.ranks.reshape(-1).tolist()
+    if not number_of.keys() >= set(ranks):
+        return None
+    return RankMesh.of(mesh.sizes, [number_of[rank] for rank in ranks])
 
 
 @message
