@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UcformatError, UnsupportedError, UsageError
+from ucformat.format.attempts import attempt_of, outside_attempts
 from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import bytes_digest, document_digest
 from ucformat.format.universal import Universal, describe, index_tensors
@@ -102,12 +103,18 @@ def _open(
                     f"the checkpoint at {store.url} was deleted, and is not yet completely removed",
                     hint=f"`ucp gc {store.url} --apply` completes that",
                 )
-            if folders := _checkpoints_below(store):
+            infos = list(islice(store.list(), _MAX_LISTED))
+            if folders := _checkpoints_below(infos):
                 more = f" and {len(folders) - _MAX_NAMED} more" if len(folders) > _MAX_NAMED else ""
                 raise NotACheckpoint(
                     f"{store.url} is no checkpoint itself; these folders in it seem to be: "
                     f"{', '.join(folders[-_MAX_NAMED:])}{more}",
                     hint=f"open one of them: {store.url}/{folders[-1]}",
+                )
+            if any(i.key.startswith("attempts/") and attempt_of(i.key) for i in infos):
+                raise NotACheckpoint(
+                    f"{store.url} holds no committed checkpoint, only what an unfinished save or command has written",
+                    hint=f"if that was interrupted, run it again; or remove its files: ucp gc {store.url} --apply",
                 )
             raise NotACheckpoint(
                 f"{store.url} holds no checkpoint that ucformat knows",
@@ -121,12 +128,12 @@ def _open(
     return Checkpoint(Universal(store, roots))
 
 
-def _checkpoints_below(store: Store) -> list[str]:
+def _checkpoints_below(infos: Sequence[Info]) -> list[str]:
     """The outermost folders that look like checkpoints, numbers in their names by value: the last is the newest."""
     from ucformat.sources import marked_folders
 
-    infos = list(islice(store.list(), _MAX_LISTED))
     folders = marked_folders(infos) | {i.key.rpartition("/")[0] for i in infos if i.key.endswith(f"/{MANIFEST}")}
+    folders = outside_attempts(folders, (i.key for i in infos))
     outer = [f for f in folders if f and not any(f.startswith(f"{other}/") for other in folders if other)]
     return sorted(outer, key=_by_numbers)
 

@@ -298,7 +298,7 @@ def test_a_missing_shard_is_named(checkpoint: Path) -> None:
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
-    with pytest.raises(NotACheckpoint, match="no checkpoint"):
+    with pytest.raises(NotACheckpoint, match="no committed checkpoint"):
         ucformat.open(checkpoint)
     with pytest.raises(ucformat.errors.NotFound, match="does not exist"):
         ucformat.open(checkpoint / "nowhere")

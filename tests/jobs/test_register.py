@@ -134,6 +134,25 @@ def test_a_file_of_that_name_hides_nothing_below_it(catalog: Catalog, tmp_path: 
     assert [f.url for f in found.failures] == [str(tmp_path), f"{tmp_path}/run7", f"{tmp_path}/run7/more"]
 
 
+def test_the_files_of_an_unfinished_save_are_no_checkpoint(catalog: Catalog, tmp_path: Path) -> None:
+    """A packed file's sidecar is a safetensors file; without a manifest beside it nothing is committed."""
+    attempt = "0123456789abcdef0123"
+    for above in ("run", "elsewhere"):
+        (tmp_path / above / "step-4" / "data" / attempt).mkdir(parents=True)
+        save_file({"w": np.ones(3)}, tmp_path / above / "step-4" / "data" / attempt / "extents.safetensors")
+    record = tmp_path / "run" / "step-4" / "attempts" / f"{attempt}.json"
+    record.parent.mkdir()
+    record.write_text("{}")
+    found = register([str(tmp_path)], catalog, recursive=True)
+    assert [(e.kind, e.urls) for e in found.entries] == [
+        ("safetensors", (f"{tmp_path}/elsewhere/step-4/data/{attempt}",))  # of nobody's attempt
+    ]
+    with pytest.raises(NotACheckpoint, match="no committed checkpoint, only what an unfinished") as raised:
+        open_checkpoint(tmp_path / "run" / "step-4")
+    assert raised.value.hint is not None
+    assert f"ucp gc {tmp_path}/run/step-4 --apply" in raised.value.hint
+
+
 def test_what_lies_beside_a_foreign_ones_files_is_found_too(catalog: Catalog, tmp_path: Path) -> None:
     for folder in ("run", "run/checkpoint-5", "run/checkpoint-9"):
         (tmp_path / folder).mkdir()

@@ -38,6 +38,7 @@ __all__ = [
     "is_inside_attempt",
     "mark_replacing",
     "names_below",
+    "outside_attempts",
     "parse_record",
     "put_record",
     "record_bytes",
@@ -50,7 +51,7 @@ __all__ = [
 FOLDERS = (*(KINDS := ("data", "objects", "assets")), "attempts")
 
 _NAME = re.compile(ATTEMPT)
-_INSIDE = re.compile(rf"(^|/)({'|'.join(KINDS)})/{ATTEMPT}(/|$)")
+_INSIDE = re.compile(rf"(^|.*?/)({'|'.join(KINDS)})/({ATTEMPT})(/|$)", re.DOTALL)
 _DOCUMENTS = (MANIFEST, TOMBSTONE, CATALOG_DOCUMENT)
 
 
@@ -110,7 +111,21 @@ def is_inside_attempt(folder: str) -> bool:
     Args:
         folder: the folder's key or url.
     """
-    return _INSIDE.search(folder) is not None
+    return _INSIDE.match(folder) is not None
+
+
+def outside_attempts(folders: Iterable[str], keys: Iterable[str]) -> set[str]:
+    """The folders that are not inside the folder of an attempt whose record is there, committed or not.
+
+    Args:
+        folders: the folders' keys.
+        keys: the files of the place.
+    """
+    inside = {folder: found for folder in folders if (found := _INSIDE.match(folder)) is not None}
+    if not inside:
+        return set(folders)
+    there = set(keys)
+    return {f for f in folders if f not in inside or inside[f][1] + record_key(inside[f][3]) not in there}
 
 
 def refuse_others(store: Store, attempt: str, committed: Manifest | None) -> None:

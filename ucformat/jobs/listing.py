@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
 from ucformat.errors import NotFound, UcformatError
+from ucformat.format.attempts import outside_attempts
 from ucformat.format.commit import MANIFEST
 from ucformat.schema.documents import TOMBSTONE
 from ucformat.storage.local import LocalStore
@@ -61,6 +62,7 @@ def search(infos: Iterable[Info]) -> list[str]:
     infos = list(infos)
     named = ((folder, name) for folder, _, name in (info.key.rpartition("/") for info in infos))
     folders = marked_folders(infos) | {folder for folder, name in named if name in (MANIFEST, TOMBSTONE)}
+    folders = outside_attempts(folders, (info.key for info in infos))
     return sorted(folders, key=lambda f: f.split("/") if f else [])
 
 
