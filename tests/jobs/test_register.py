@@ -29,6 +29,7 @@ from ucformat.format import commit
 from ucformat.jobs import opening as module
 from ucformat.jobs.record import record_commit, record_commits
 from ucformat.jobs.register import Registered, register, reindex
+from ucformat.schema.manifest import LineageDoc
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -473,6 +474,35 @@ def test_what_is_committed_is_recorded(recording: Path, tmp_path: Path, caplog: 
     child = ucformat.convert("named@5", tmp_path / "run9" / "5")
     with Catalog(str(recording)) as catalog:
         assert [e.parent for e in catalog.lineage(child.id, depth=1).edges] == [named.id]
+
+
+@pytest.mark.parametrize(
+    ("runs", "folders", "known"),
+    [
+        ((None, None), ("run7", "run7"), True),
+        (("named", "named"), ("run7", "run8"), True),
+        ((None, None), ("a/checkpoints", "b/checkpoints"), False),
+        (("named", "other"), ("run7", "run7"), False),
+    ],
+)
+def test_what_a_training_of_the_run_resumed_from_is_recorded_with_it(
+    recording: Path, tmp_path: Path, runs: tuple[str | None, str | None], folders: tuple[str, str], known: bool
+) -> None:
+    """The writer of the first was killed between its commit and its record; another training's is left alone."""
+    places = [f"{tmp_path}/{folder}/{step}" for step, folder in enumerate(folders, 1)]
+    first, second = (universal(tmp_path / f"made-{i}", i).manifest for i in range(2))
+    first = first.model_copy(update={"run": runs[0]})
+    edge = LineageDoc(kind="reshard", url=places[0], id=first.id)
+    second = second.model_copy(update={"run": runs[1], "lineage": (edge,)})
+    recording.unlink()
+    Path(places[0]).mkdir(parents=True)
+    (Path(places[0]) / "manifest.json").write_bytes(manifest_file(first.model_dump(mode="json", by_alias=True)))
+    record_commit(places[1], second)
+    with Catalog(str(recording)) as catalog:
+        assert {e.id for e in catalog.find()} == ({first.id, second.id} if known else {second.id})
+        assert [e.parent for e in catalog.lineage(second.id, depth=1).edges] == [first.id if known else places[0]]
+    shutil.rmtree(places[0])
+    record_commit(places[1], second)  # also where it is gone by now
 
 
 def test_what_is_verified_is_noted(recording: Path, tmp_path: Path) -> None:

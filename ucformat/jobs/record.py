@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import NotFound
+from ucformat.errors import NotFound, UcformatError
 from ucformat.reading.readable import PART_OF
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import LineageDoc
@@ -50,12 +50,46 @@ def record_commits() -> None:
 def record_commit(url: str, manifest: Manifest) -> None:
     """Record a checkpoint that was just committed in the catalog of the settings.
 
+    Also the one of its run that the training resumed from, if that is not in the catalog: its writer was killed after
+    the commit, before it could be recorded.
+
     Args:
         url: its place.
         manifest: its manifest.
     """
+
+    def record(catalog: Catalog) -> None:
+        for edge in manifest.lineage:
+            if edge.kind in ("resume", "reshard") and edge.id is not None and not _knows(catalog, edge.id):
+                _record_origin(catalog, edge.url, edge.id, manifest.run, url)
+        catalog.record(manifest, url)
+
     failed = f"the checkpoint {url} is committed, but not in the catalog"
-    with_catalog(lambda catalog: catalog.record(manifest, url), failed, f"`ucp reindex {url}` records it")
+    with_catalog(record, failed, f"`ucp reindex {url}` records it")
+
+
+def _knows(catalog: Catalog, checkpoint: str) -> bool:
+    with suppress(NotFound):
+        return bool(catalog.get(checkpoint))
+    return False
+
+
+def _record_origin(catalog: Catalog, url: str, checkpoint: str, run: str | None, child: str) -> None:
+    """Record the checkpoint at a place if it is there, in the folder of the one that continues it or of its named run.
+
+    Others are not recorded: what belongs to another training is no business of this catalog's policies.
+    """
+    from ucformat.format.structure import find_manifest
+    from ucformat.storage.url import open_store
+
+    try:
+        origin = find_manifest(open_store(url))
+        if origin is not None and origin.id == checkpoint:
+            beside = url.rstrip("/").rpartition("/")[0] == child.rstrip("/").rpartition("/")[0]
+            if origin.run == run and (beside or run is not None):
+                catalog.record(origin, url)
+    except UcformatError as error:
+        _log.debug("%s is not recorded: %s", url, error.message)
 
 
 def record_verification(ck: Checkpoint, report: Report) -> None:
