@@ -128,13 +128,24 @@ def _open(
         failure: UcformatError | None = None
         for url in entry.urls:
             try:
-                ck = _opened(url, roots, options, watch)
+                ck = _opened_recorded(url, roots, options, watch)
                 _must_be_recorded(catalog, entry, ck, url)
             except UcformatError as error:  # another place may have it, too
                 failure = failure or error
                 continue
             return ck, url
     raise failure or NotFound(f"the catalog knows {place}, but no place of it", hint="`ucp register PLACE` adds one")
+
+
+def _opened_recorded(
+    url: str, roots: tuple[str, ...], options: Mapping[str, Any] | None, watch: Callable[[Store], WatchedStore]
+) -> Checkpoint:
+    """Open a place that the catalog has recorded; where nothing is left, the error has the command that forgets it."""
+    try:
+        return _opened(url, roots, options, watch)
+    except NotFound as error:
+        hint = f"mount its disk; or, if the checkpoint no longer exists: ucp reindex {url} --forget"
+        raise NotFound(error.message, hint=hint) from error
 
 
 def _opened(

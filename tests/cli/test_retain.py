@@ -170,6 +170,24 @@ def test_what_was_removed_by_hand_is_told_with_the_command_that_forgets_it(run: 
     assert "failed" not in run("gc", "--apply").stdout
 
 
+def test_a_policy_tells_which_of_those_it_keeps_a_program_has_removed(run: Run, stored: Path) -> None:
+    policy = stored.parent.parent / "policy.yaml"
+    policy.write_text("version: 1\nkeep: {last: 1}\nscope: \"run = 'others'\"\n")
+    for step in ("1", "2"):
+        run("convert", stored, stored.parent / "others" / step, "--run", "others")
+    assert "no longer exist" not in run("retain", "-p", policy).stderr
+    kept = object_of(run("retain", "-p", policy, "--json").stdout)["keep"]
+    (place,) = object_of(run("show", kept[0]["id"], "--json").stdout)["catalog"]["urls"]
+    shutil.rmtree(place)
+    told = run("retain", "-p", policy).stderr
+    assert "of those to keep, 1 checkpoint no longer exists in storage" in told
+    assert f"; ucp reindex {stored.parent / 'others'} --forget, and plan again" in told
+    run("reindex", stored.parent / "others", "--forget")
+    after = run("retain", "-p", policy)
+    assert "keep 1 checkpoint" in after.stdout
+    assert "no longer exist" not in after.stderr
+
+
 def test_many_folders_that_are_gone_are_one_warning(run: Run, stored: Path) -> None:
     for step in range(1701, 1706):
         run("copy", stored, stored.parent.parent / "gone" / str(step))

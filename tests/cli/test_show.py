@@ -202,7 +202,10 @@ def test_without_a_catalog_the_rest_is_shown(run: Run, known: Path, tmp_path: Pa
 def test_of_what_is_gone_the_catalog_still_knows(run: Run, catalog: Path, entry: Callable[[str], Entry]) -> None:
     gone = entry("run7@2000")
     result = run("show", "run7@2000")
-    assert result.stderr.endswith("; showing its entry in the catalog\n")
+    assert result.stderr.endswith(
+        " (if it is gone: ucp reindex /nowhere/run7/2000 --forget); showing its entry in the catalog\n"
+    )
+    assert "ucp reindex /nowhere/run7/2000 --forget" in run("verify", "run7@2000", code=3).stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "/nowhere/run7/2000"
     assert "  step      2,000" in lines

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Info, Store
 
-__all__ = ["Tree", "check_listed", "check_removed", "is_empty", "listing_hashes", "search"]
+__all__ = ["Tree", "check_listed", "check_removed", "is_empty", "is_gone", "listing_hashes", "search"]
 
 _FINE, _COARSE = 0.1, 2.0  # seconds in which two changes may get the same time: fine clocks, whole-second clocks
 
@@ -172,3 +172,16 @@ def check_removed(store: Store, *, begun: bool) -> None:
             f"there is nothing at {store.url}, nor beside it: is its disk not mounted?",
             hint=f"mount it; or, if it no longer exists: ucp reindex {gone} --forget",
         )
+
+
+def is_gone(url: str) -> bool:
+    """Whether there is nothing at a local place, but something beside it, so that its disk is there.
+
+    Args:
+        url: the place; those on other storage are not looked at.
+    """
+    place = Path(url)
+    try:
+        return "://" not in url and not place.exists() and any(place.parent.iterdir())
+    except OSError:  # nor is there a folder above, or it cannot be read
+        return False

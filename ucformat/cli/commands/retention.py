@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +153,7 @@ def retain(
             out.note(f"the rule keeps nothing: {rule}")
         for text in plan.contradictions:
             out.warn(text)
+        _warn_of_gone([kept.row for kept in plan.keep], out)
         amount = f"{plural(len(plan.delete), 'checkpoint')}, {bytes_text(plan.bytes_deleted)}"
         if apply and plan.delete:
             if not out.confirm(f"delete {amount}?", yes=yes):
@@ -164,6 +166,20 @@ def retain(
         lambda: _retain_data(plan, applied=applied),
         lambda: (row.id for row in plan.delete),
     )
+
+
+def _warn_of_gone(rows: Sequence[RetentionRow], out: Output) -> None:
+    """Tell which checkpoints a program has removed by itself: rules count them, and delete others instead."""
+    from ucformat.jobs.listing import is_gone
+
+    gone = [row for row in rows if row.places and all(map(is_gone, row.places))]
+    if gone:
+        named = ", ".join(row.name for row in gone[:3]) + (f" and {len(gone) - 3} more" if len(gone) > 3 else "")
+        place = os.path.commonpath([os.path.dirname(url) for row in gone for url in row.places])  # noqa: PTH120 - of text
+        out.warn(
+            f"of those to keep, {plural(len(gone), 'checkpoint')} no longer exist{'s' * (len(gone) == 1)} in storage, "
+            f"and may displace others: {named}; ucp reindex {place} --forget, and plan again"
+        )
 
 
 def _retain_lines(plan: RetentionPlan) -> Iterator[str]:

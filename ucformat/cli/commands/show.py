@@ -84,7 +84,9 @@ def _opened(
         known = look_up(src, out, tensors=True)
         if known is None:
             raise
-        out.note(f"{gone.message}; showing its entry in the catalog")
+        entry = known.entry
+        forget = f" (if it is gone: ucp reindex {entry.urls[0]} --forget)" if entry.urls else ""
+        out.note(f"{gone.message}{forget}; showing its entry in the catalog")
         return _from_catalog(known.entry, known.tensors), known.tensors, known
     return _summary(ck), list(ck.tensors.values()), look_up(ck.manifest.id or ck.home, out)
 
