@@ -33,10 +33,12 @@ def _python() -> Path:
     return python
 
 
-def trained(ranks: int, folder: Path, steps: int, /, **options: Any) -> dict[str, Any]:
-    """What the trainer tells of a training."""
+def trained(ranks: int, folder: Path, steps: int, /, kill: str = "", **options: Any) -> dict[str, Any]:
+    """What the trainer tells of a training; nothing if it is killed (`tests/torch/killed.py`)."""
     command = [str(_python()), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     script = [str(Path(__file__).parent / "train_torchtitan.py"), str(folder), str(steps)]
+    if kill:
+        script = ["-m", "tests.torch.killed", *kill.split(), *script]
     environment = {
         **os.environ,
         "PYTHONPATH": str(_ROOT),
@@ -53,6 +55,9 @@ def trained(ranks: int, folder: Path, steps: int, /, **options: Any) -> dict[str
         timeout=PATIENCE,
         check=False,
     )
+    if kill:
+        assert "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-6000:]
+        return {}
     assert done.returncode == 0, done.stderr[-6000:]
     told: dict[str, Any] = json.loads((folder / "watched.json").read_text())
     return told
@@ -103,3 +108,19 @@ def test_the_trainer_goes_on(tmp_path: Path) -> None:
     assert whole["losses"]["4"] < whole["losses"]["1"]
     assert whole["refused"] == ["checkpoint.last_save_in_hf", "checkpoint.export_dtype"]
     assert whole["off"] == [False, False]
+
+
+def test_the_trainer_is_killed_and_goes_on_on_other_ranks(tmp_path: Path) -> None:
+    """On one rank, on two and on three, in one folder; the data loader goes on where it was."""
+    write_inputs(tmp_path)
+    whole = trained(1, tmp_path / "whole", 6)
+    run = tmp_path / "run"
+    trained(1, run, 6, kill="before 2", merge=True)
+    places = [run / "checkpoint" / f"step-0000000{step}" for step in (2, 4, 6)]
+    assert [(place / "manifest.json").exists() for place in places] == [True, False, False]
+    trained(2, run, 6, kill="after 1", merge=True)
+    assert ucformat.open(places[1]).manifest.layout["world"] == 2
+    last = trained(3, run, 6, merge=True)
+    assert ucformat.open(places[2]).manifest.layout["world"] == 3
+    assert last["losses"] == pytest.approx({step: whole["losses"][step] for step in ("5", "6")}, rel=1e-3)
+    assert [edge.kind for edge in ucformat.open(places[2]).manifest.lineage] == ["reshard"]

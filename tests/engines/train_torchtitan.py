@@ -106,6 +106,11 @@ def _refused() -> Iterator[str]:
             yield str(error).partition("=")[0]
 
 
+def _dealt(saved: list[dict[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
+    """A state of torchtitan's data loader: all go on where the first was, for they have read equally far."""
+    return {f"dp_rank_{rank}": saved[0]["dp_rank_0"], "world_size": ranks}
+
+
 def _off(trainer: Watched) -> list[bool]:
     """What a manager that is not enabled does."""
     off = UniversalCheckpointManager.Config().build(
@@ -134,7 +139,10 @@ def main() -> None:
     config.lr_scheduler.total_steps = 10
     config.parallelism.spmd_backend = "partial_dtensor"
     config.debug.seed = 0
+    if options.pop("merge", False):
+        options["merge_dataloader"] = _dealt
     config.checkpoint = UniversalCheckpointManager.Config(enable=True, **{"interval": 2, **options})
+    json.dumps(config.to_dict())  # as the trainer logs it
     trainer = Watched(config)
     trainer.train()
     trainer.close()

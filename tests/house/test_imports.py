@@ -56,6 +56,7 @@ BESIDES = {
     "jobs/on_dask.py": {"distributed"},
     "jobs/on_torchrun.py": {"torch"},
     "jobs/profiles.py": {"platformdirs"},
+    "torch/integrations/torchtitan_config.py": {"tyro"},  # by which torchtitan makes options of its configuration
 }
 FACES = {"cli", "web", "__init__", "__main__"}  # nothing imports them; they may import everything
 

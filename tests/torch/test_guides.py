@@ -62,8 +62,8 @@ def test_fsdp2(tmp_path: Path) -> None:
 
 def test_fsdp2_and_tensor_parallelism(tmp_path: Path) -> None:
     first, second, _ = follow("fsdp2_tp.md", tmp_path)
-    goes_on(first, second, range(4, 7))
-    ck = ucformat.open(tmp_path / "checkpoint")
+    goes_on(first, second, range(5, 7))
+    ck = ucformat.open(tmp_path / "checkpoints" / "4")
     assert ck.aliases == {"out.weight": "embed.weight"}
     assert (ck.manifest.layout["dp"], ck.manifest.layout["tp"]) == (2, 2)
     assert ck.manifest.sidecar is None
@@ -79,8 +79,8 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-4", "checkpoint-6"]
     ck = ucformat.open(tmp_path / "run" / "checkpoint-6")
     assert (ck.manifest.config["learning_rate"], ck.manifest.layout["world"]) == (1e-3, 2)
-    goes_on(loop, again, range(4, 7))
-    assert ucformat.open(tmp_path / "universal-2").names() == ["0.weight", "1.weight", "1.bias"]
+    goes_on(loop, again, range(5, 7))
+    assert ucformat.open(tmp_path / "loop" / "4").names() == ["0.weight", "1.weight", "1.bias"]
 
 
 @of_an_integration
@@ -97,6 +97,13 @@ def test_torchtitan(tmp_path: Path) -> None:
     for folder in ("run", "another"):
         kept = sorted(p.name for p in (tmp_path / folder).iterdir())
         assert kept[-1] == "step-00000006"
+
+
+def test_the_calls_of_dcp(tmp_path: Path) -> None:
+    first, second = follow("dcp.md", tmp_path)
+    goes_on(first, second, range(5, 7))
+    ck = ucformat.open(tmp_path / "run" / "4")
+    assert (ck.manifest.layout["world"], list(ck.manifest.metrics)) == (2, ["loss"])
 
 
 def test_the_loop_with_a_manager(tmp_path: Path) -> None:

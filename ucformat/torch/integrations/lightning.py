@@ -99,7 +99,8 @@ class _Universal:
         state = local_state(self._live(optimizers="optimizer_states" in checkpoint))
         if self.is_global_zero:  # type: ignore[attr-defined]
             state = replace(state, objects={**state.objects, _REST: encode(_without_tensors(checkpoint))})
-        metadata = _metadata(checkpoint, self._launch)
+        logged = self.lightning_module.trainer.callback_metrics
+        metadata = _metadata(checkpoint, self._launch, logged)
         options = SaveOptions(url, self._form, overwrite=True)
         if self._background:
             self._handle = async_save_local(state, options, metadata)
@@ -246,11 +247,12 @@ class UniversalCheckpointIO(CheckpointIO):
         discard(str(path))
 
 
-def _metadata(checkpoint: Mapping[str, Any], launch: Launch) -> SaveMetadata:
-    """The metadata of a checkpoint: the step, hyper-parameters as config, and the metrics that callbacks monitor."""
+def _metadata(checkpoint: Mapping[str, Any], launch: Launch, logged: Mapping[str, Any] | None = None) -> SaveMetadata:
+    """The metadata of a checkpoint: the step, hyper-parameters as config, and what was logged or callbacks monitor."""
     config = program_config(*((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind)))
     watched = [c for c in checkpoint.get("callbacks", {}).values() if isinstance(c, dict) and c.get("monitor")]
-    metrics = {c["monitor"]: float(c["current_score"]) for c in watched if c.get("current_score") is not None}
+    metrics = {name: float(value) for name, value in (logged or {}).items()}
+    metrics |= {c["monitor"]: float(c["current_score"]) for c in watched if c.get("current_score") is not None}
     return SaveMetadata(step=int(checkpoint["global_step"]), metrics=metrics, config=config, **launch.next_save())
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable  # noqa: TC003 - tyro resolves the annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import tyro
 from torchtitan.components.checkpointer import BaseCheckpointManager
 
 from ucformat.errors import UsageError
@@ -42,11 +44,14 @@ class UniversalCheckpointManager(BaseCheckpointManager):
             async_mode: `disabled` blocks until the checkpoint is committed; the others save in the background.
             form: as for `ucformat.torch.save`.
             run: name of the training run, for the catalog.
+            merge_dataloader: `merge` of `PerRank` for the data loader, with which another number of ranks loads it. It
+                is a function, and so no option of the command line.
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
         form: Literal["zarr", "packed", "safetensors"] = "zarr"
         run: str | None = None
+        merge_dataloader: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
@@ -87,6 +92,7 @@ class UniversalCheckpointManager(BaseCheckpointManager):
             initial_load_model_only=config.initial_load_model_only,
             form=config.form,
             run=config.run,
+            merge_dataloader=config.merge_dataloader,
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - as torchtitan calls it
