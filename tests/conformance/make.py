@@ -82,6 +82,7 @@ OBJECTS: dict[str, Any] = {
     "ref": {"$ref": "a"},
     "object": {"$class": "module.Class", "$args": [1], "$state": {"x": 1}},
     "named tuple": {"$class": "module.Pair", "$fields": ["x", "y"], "$args": [1, {"$tuple": [2]}]},
+    "of a class": {"$class": "module.Mode", "$value": 1},
     "packed": {"$packed": {"a": [1, {"$ref": "a"}], "$int:0": None}},
     "opaque": {"$opaque": "gAROLg=="},
     "dict": {"$dict": [[1.5, "a"], [{"$tuple": [1, 2]}, "b"]]},

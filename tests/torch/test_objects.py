@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from datetime import date
+from enum import Enum, Flag, IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,13 +120,16 @@ def test_with_a_template_every_value_comes_back_exactly(value: Any) -> None:
 
 
 @given(values)
-def test_without_a_template_only_mappings_become_plain_dictionaries(value: Any) -> None:
-    assert same(decode(stored(value)), with_dicts(value))
+def test_without_a_template_only_default_dictionaries_become_plain_ones(value: Any) -> None:
+    lost: list[str] = []
+    assert same(decode(stored(value), lost=lost), with_dicts(value))
+    assert bool(lost) == ("collections.defaultdict" in json.dumps(stored(value)))
 
 
 def with_dicts(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: with_dicts(v) for k, v in value.items()}
+        kind = OrderedDict if type(value) is OrderedDict else dict
+        return kind((k, with_dicts(v)) for k, v in value.items())
     return type(value)(map(with_dicts, value)) if isinstance(value, list | tuple) else value
 
 
@@ -184,7 +188,114 @@ def test_a_named_tuple_is_made_of_a_class_that_is_imported_and_has_the_same_fiel
     data = stored(Point(1, (2,)))
     assert same(decode(data), Point(1, (2,)))
     for name, fields in ((data["$class"], ["x", "z"]), ("no.such.Point", ["x", "y"]), ("builtins.open", ["x", "y"])):
-        assert same(decode(data | {"$class": name, "$fields": fields}), (1, (2,)))
+        lost: list[str] = []
+        other = data | {"$class": name, "$fields": fields}
+        assert same(decode(other, lost=lost), (1, (2,)))
+        assert lost == [f"{name}, which is not that of the program's value; it is a tuple"]
+        assert same(decode(other, Point(0, 0), lost=lost), Point(1, (2,)))
+        assert len(lost) == 1
+
+
+class Phase(IntEnum):
+    WARMUP = 1
+    DECAY = 2
+
+
+class Split(StrEnum):
+    TRAIN = "train"
+
+
+class Shape(Enum):
+    SQUARE = (1, 1)
+
+
+class Flags(Flag):
+    A = 1
+    B = 2
+
+
+class Name(str):
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "not what it is"
+
+
+class Rate(float):
+    pass
+
+
+class Steps(list[int]):
+    pass
+
+
+class Table(dict[str, Any]):
+    pass
+
+
+class Mask(frozenset[int]):
+    pass
+
+
+DERIVED = [Name("x"), Rate(0.1), Steps([1, 2]), Table(a=(1,)), Mask({1}), {Name("k"): 1}]
+ENUMS = [
+    Phase.DECAY,
+    Split.TRAIN,
+    Shape.SQUARE,
+    Flags.A | Flags.B,
+    {Phase.DECAY: 1, "x": [Split.TRAIN]},
+    (Phase.DECAY,),
+]
+PYTHONS = [OrderedDict(b=1, a=[2]), Counter("aab"), {np.float64(1.5): 2}]
+
+
+@pytest.mark.parametrize("value", [*DERIVED, *ENUMS, *PYTHONS], ids=repr)
+def test_a_value_of_a_derived_class_comes_back_in_it(value: Any) -> None:
+    lost: list[str] = []
+    found = decode(stored(value), value, lost=lost)
+    assert same(found, value)
+    assert [type(k) for k in found] == [type(k) for k in value] if isinstance(value, dict) else True
+    assert not lost
+
+
+@pytest.mark.parametrize("value", [*ENUMS, *PYTHONS], ids=repr)
+def test_python_s_classes_and_imported_enumerations_need_no_template(value: Any) -> None:
+    lost: list[str] = []
+    assert same(decode(stored(value), lost=lost), value)
+    assert not lost
+
+
+@pytest.mark.parametrize("value", DERIVED, ids=repr)
+def test_a_value_whose_class_the_program_does_not_have_there_is_told(value: Any) -> None:
+    data = stored(value)
+    for template in (None, 1, "x", [3], {"a": 1}, Phase.DECAY):
+        lost: list[str] = []
+        found = decode(data, template, lost=lost)
+        assert found == value
+        assert not isinstance(found, type(value)) or type(value) is dict
+        assert len(lost) == 1
+
+
+def test_members_that_the_program_s_enumeration_lacks_are_told() -> None:
+    lost: list[str] = []
+    assert same(decode(stored(Phase.DECAY) | {"$value": 3}, Phase.WARMUP, lost=lost), 3)
+    assert same(decode(stored(Phase.DECAY) | {"$class": "no.such.Phase"}, Phase.WARMUP, lost=lost), 2)
+    assert [line.partition(",")[0] for line in lost] == [f"{Phase.__module__}.Phase", "no.such.Phase"]
+
+
+def test_a_value_of_a_derived_class_with_attributes_is_a_pickle() -> None:
+    rate = Rate(1.0)
+    rate.warmup = 3  # type: ignore[attr-defined]
+    with pytest.raises(UnsafeError):
+        decode(stored({"a": [rate]}), {"a": [rate]})
+    assert decode(stored(rate), trust=True).warmup == 3
+
+
+def test_a_number_is_not_rounded_to_the_type_of_the_template() -> None:
+    assert same(decode(0.1, np.float32(0)), 0.1)
+    assert same(decode(300, np.int8(0)), 300)
+    assert same(decode(1e300, np.float16(0)), 1e300)
+    assert same(decode(0.5, np.float32(0)), np.float32(0.5))
 
 
 @pytest.mark.parametrize("dtype", ["O", "V8", "f4,i4", "no", "M8[x]", "(2,)O"])
@@ -205,7 +316,7 @@ def test_a_longer_value_is_like_the_last_of_its_template() -> None:
     assert decode([[1, 2], [3], [4]], [(0,)]) == [(1, 2), (3,), (4,)]
     assert decode([[1], [2]], ()) == ([1], [2])
     assert decode([1, 2, 3], Point(0, 0)) == (1, 2, 3)
-    assert like({"a": [1], "b": [2]}, {"a": ()}) == {"a": (1,), "b": [2]}
+    assert like({"a": [1], "b": [2]}, {"a": ()}, []) == {"a": (1,), "b": [2]}
 
 
 def test_a_default_dictionary_keeps_its_factory() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from datetime import date
+from enum import IntEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -221,6 +224,78 @@ def test_a_group_of_parameters_that_had_different_hyper_parameters(tmp_path: Pat
     same = checkpoint(tmp_path / "same", trained(lrs=(0.5, 0.5)))
     assert load(state, same)
     assert options_of(state)[0][0] == 0.5
+
+
+class Phase(IntEnum):
+    WARMUP = 1
+    DECAY = 2
+
+
+class Name(str):
+    __slots__ = ()
+
+
+def test_values_keep_the_classes_that_the_program_has(tmp_path: Path) -> None:
+    ck = checkpoint(tmp_path / "ck", {"phase": Phase.DECAY, "name": Name("x"), "mine": PerRank([Name("y")])})
+    state: dict[str, Any] = {"phase": Phase.WARMUP, "name": Name(""), "mine": PerRank([Name()])}
+    assert load(state, ck)
+    assert [type(v) for v in (state["phase"], state["name"], *state["mine"].value)] == [Phase, Name, Name]
+    state = {"phase": 0, "name": "", "mine": PerRank([])}
+    report = load(state, ck)
+    assert state["phase"] is Phase.DECAY
+    assert type(state["name"]) is str
+    assert not report
+    assert [line.partition(":")[0] for line in report.problems.inexact] == [
+        "the object name",
+        "the per-rank value mine",
+    ]
+    with pytest.raises(StateMismatch, match=r"the object name: it was saved as a tests\.torch\.test_restore\.Name"):
+        load(state, ck, strict=True)
+
+
+def test_mappings_of_the_state_stay_what_they_are(tmp_path: Path) -> None:
+    for counted in (Counter("aab"), Counter()):
+        ck = checkpoint(tmp_path / f"ck{len(counted)}", {"counts": counted})
+        mine: Counter[str] = Counter()
+        state = {"counts": mine}
+        assert load(state, ck)
+        assert state["counts"] is mine
+        assert mine == counted
+
+
+def test_a_mapping_that_cannot_be_changed_is_an_error_before_anything_is(tmp_path: Path) -> None:
+    ck = checkpoint(tmp_path / "ck", {"w": torch.ones(1), "fixed": {"a": 1}})
+    state = {"w": torch.zeros(1), "fixed": MappingProxyType({"a": 2})}
+    with pytest.raises(StateMismatch, match=r"fixed\.a cannot be replaced where it is"):
+        load(state, ck)
+    assert state["w"] == 0
+
+
+def test_options_that_only_the_program_has_are_told(tmp_path: Path) -> None:
+    ck = checkpoint(tmp_path / "ck", trained())
+    state = trained()
+    for group in state["optim"].param_groups:
+        group["exotic"] = 1
+    report = load(state, ck)
+    assert not report
+    assert report.problems.inexact == tuple(
+        f"the hyper-parameter exotic of group {number} of optim was not saved, and stays as it is" for number in (0, 1)
+    )
+    assert [g["exotic"] for g in state["optim"].param_groups] == [1, 1]
+
+
+def test_an_option_that_is_a_pickle_is_an_error_before_anything_is_changed(tmp_path: Path) -> None:
+    given = trained()
+    for group in given["optim"].param_groups:
+        group["since"] = date(2026, 1, 2)
+    ck = checkpoint(tmp_path / "ck", given)
+    state = trained()
+    before = {n: t.clone() for n, t in state["model"].state_dict().items()}
+    with pytest.raises(StateMismatch, match="a hyper-parameter of group 0 of optim: the value is a pickle"):
+        load(state, ck)
+    assert all(torch.equal(t, before[n]) for n, t in state["model"].state_dict().items())
+    assert load(state, ck, trust=True)
+    assert state["optim"].param_groups[0]["since"] == date(2026, 1, 2)
 
 
 def test_parameters_whose_group_is_not_stored(tmp_path: Path) -> None:

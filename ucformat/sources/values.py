@@ -19,6 +19,7 @@ text is an object. Any other value is an object with a key that begins with `$`:
 | `{"$class": "numpy.float32", "$args": [1.5]}` | a NumPy scalar; in the same form `numpy.dtype`, `torch.Size`, … |
 | `{"$class": "numpy.ndarray", "$args": ["<f4", [2, 3]], "$items": …}` | a NumPy array; `$items` are row-major bytes |
 | `{"$class": "main.Point", "$fields": ["x", "y"], "$args": [1, 2]}` | a named tuple |
+| `{"$class": "main.Mode", "$value": 1}` | a member of an enumeration, or a value of a class derived from a plain one |
 | `{"$opaque": "…"}` | a pickle, base64, that only `ucformat.torch.load(…, trust=True)` opens |
 | `{"$dict": [[key, value], …]}` | a dictionary with keys other than text and integers |
 | `{"$packed": value}` | a dictionary or list that a planner of PyTorch DCP saved as one entry |
@@ -57,6 +58,7 @@ from ucformat.sources.pickle.stand_ins import (
     NdArray,
     NumpyDtype,
     NumpyScalar,
+    OfClass,
     Opaque,
     Size,
     SmallTensor,
@@ -81,6 +83,7 @@ __all__ = [
     "references",
     "to_json",
     "unkey",
+    "without_class",
 ]
 
 SMALL = 64 << 10  # bytes of a tensor up to which it is stored inside the JSON
@@ -189,12 +192,8 @@ class _Encoder:
             return {"$class": "builtins.frozenset", "$args": [items]} if frozen else {"$set": items}
         if isinstance(value, slice):
             return {"$slice": self.encode([value.start, value.stop, value.step], path, depth)}
-        if isinstance(value, NumpyScalar):
-            number = self.encode(value.value, path, depth)
-            return {"$class": value.name, "$args": [number]} if self.exact else number
-        if isinstance(value, NamedFields):
-            items = [self.encode(v, _join(path, i), depth) for i, v in enumerate(value.items)]
-            return {"$class": value.name, "$fields": list(value.fields), "$args": items}
+        if isinstance(value, NumpyScalar | OfClass | NamedFields):
+            return self.of_class(value, path, depth)
         if isinstance(value, NdArray | SmallTensor | Stream):
             self.count(value.data, path)
             self.weigh(len(value.data), path)
@@ -205,6 +204,15 @@ class _Encoder:
             if isinstance(value, bytearray) and self.exact:
                 return {"$class": "builtins.bytearray", "$args": [_plain(bytes(value), path)]}
         return _plain(value, path)
+
+    def of_class(self, value: NumpyScalar | OfClass | NamedFields, path: str, depth: int) -> Any:
+        if isinstance(value, NamedFields):
+            items = [self.encode(v, _join(path, i), depth) for i, v in enumerate(value.items)]
+            return {"$class": value.name, "$fields": list(value.fields), "$args": items}
+        plain = self.encode(value.value, path, depth)
+        if isinstance(value, OfClass):
+            return {"$class": value.name, "$value": plain}
+        return {"$class": value.name, "$args": [plain]} if self.exact else plain
 
     def tensor(self, value: StoredTensor, path: str) -> Any:
         if (value.nbytes > self.small or value.dtype not in ITEMSIZE) and self.spill:
@@ -319,12 +327,13 @@ def _join(path: str, part: object) -> str:
 def from_json(value: Any, makers: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> Any:
     """Convert the JSON form of a value back.
 
-    Small tensors become NumPy arrays, dates and paths text, named tuples tuples. `$ref`, `$opaque`, and objects of
-    other classes than those of Python and NumPy remain as they are.
+    Small tensors become NumPy arrays, dates and paths text, named tuples tuples, values of derived classes plain ones.
+    `$ref`, `$opaque`, and objects of other classes than those of Python and NumPy remain as they are.
 
     Args:
         value: the JSON form.
-        makers: what makes the values of a form (`$opaque`, `$tensor`, `$dtype`, `$fields`) or of a class, instead.
+        makers: what makes the values of a form (`$opaque`, `$tensor`, `$dtype`, `$fields`, `$value`) or of a class,
+            instead.
 
     Raises:
         UpgradeNeeded: a form is of a newer version of ucformat.
@@ -346,6 +355,9 @@ def from_json(value: Any, makers: Mapping[str, Callable[..., Any]] = MappingProx
             return makers[key](found) if key in makers else found
         if key in _CONTAINERS:
             return _CONTAINERS[key](inner, decode)
+    if _is_of_class(value):
+        plain = decode(value["$value"])
+        return makers["$value"](value["$class"], plain) if "$value" in makers else plain
     if (make := _maker(value, makers)) is not None:
         parts = [decode(v) for v in _args(value) or ()]
         return make(*parts, decode(value["$items"])) if "$items" in value else make(*parts)
@@ -468,6 +480,8 @@ def plain_form(value: Any) -> Any:
         return value
     if value.keys() == {"$packed"}:
         return value["$packed"]
+    if _is_of_class(value):
+        return plain_form(value["$value"])
     name, args = value.get("$class"), _args(value)
     if not isinstance(name, str) or not args:
         return value
@@ -482,6 +496,19 @@ def plain_form(value: Any) -> Any:
     if name in ("torch.Size", "builtins.frozenset"):
         return {"$tuple" if name == "torch.Size" else "$set": args[0]}
     return {"$dtype": args[0]} if name == "numpy.dtype" else value
+
+
+def _is_of_class(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.keys() == {"$class", "$value"} and isinstance(value["$class"], str)
+
+
+def without_class(value: Any) -> Any:
+    """The JSON form of a value of a derived class as one of the class that it is derived from; any other as it is.
+
+    Args:
+        value: the JSON form.
+    """
+    return value["$value"] if _is_of_class(value) else value
 
 
 def is_special(value: Any) -> bool:
@@ -499,8 +526,9 @@ def packed(value: Any) -> Any:
     Args:
         value: the JSON form of the entry's value.
     """
-    parts = isinstance(value, Mapping) and (not is_special(value) or "$dict" in value)
-    return {"$packed": value} if parts or (isinstance(value, list) and is_flattened(value)) else value
+    plain = without_class(value)
+    parts = isinstance(plain, Mapping) and (not is_special(plain) or "$dict" in plain)
+    return {"$packed": value} if parts or (isinstance(plain, list) and is_flattened(plain)) else value
 
 
 def is_flattened(items: Sequence[Any]) -> bool:
@@ -509,7 +537,8 @@ def is_flattened(items: Sequence[Any]) -> bool:
     Args:
         items: the JSON forms of the items.
     """
-    return any((isinstance(v, dict) and not is_special(v)) or (isinstance(v, list) and is_flattened(v)) for v in items)
+    plain = map(without_class, items)
+    return any((isinstance(v, dict) and not is_special(v)) or (isinstance(v, list) and is_flattened(v)) for v in plain)
 
 
 def all_equal(values: dict[str, Any]) -> bool:

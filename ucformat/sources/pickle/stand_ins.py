@@ -26,6 +26,7 @@ __all__ = [
     "NdArray",
     "NumpyDtype",
     "NumpyScalar",
+    "OfClass",
     "Opaque",
     "OpaqueFile",
     "Size",
@@ -210,6 +211,14 @@ class NamedFields:
     name: str
     fields: tuple[str, ...]
     items: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OfClass:
+    """A member of an enumeration, or a value of a class derived from a plain one: its class, and the plain value."""
+
+    name: str
+    value: Any
 
 
 class Size(tuple[int, ...]):

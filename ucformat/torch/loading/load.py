@@ -73,8 +73,9 @@ __all__ = ["LoadReport", "load", "load_local", "state_dict"]
 class LoadReport:
     """The result of a load; true if all that was asked for is in the state as it was saved.
 
-    It is false if something was missing or did not fit, or if `left` has entries: what the checkpoint has of the
-    entries of the state and the state has no place for, unless `leave` named it.
+    It is false if something was missing or did not fit, if something is not as it was saved (`problems.inexact`), or
+    if `left` has entries: what the checkpoint has of the entries of the state and the state has no place for, unless
+    `leave` named it.
 
     `url`, `id` and `step` are those of the checkpoint, and `tensors` is the number of tensors that were filled.
     `nbytes` are the bytes that this rank read from storage; `bytes_unverified` are those of tensors whose checksums
@@ -109,7 +110,7 @@ class LoadReport:
         return self.problems.unexpected
 
     def __bool__(self) -> bool:
-        return not self.left and not self.problems.lines(unexpected=False)
+        return not self.left and not self.problems.inexact and not self.problems.lines(unexpected=False)
 
 
 def load(
@@ -138,8 +139,8 @@ def load(
         state: as for `save`; tensors are filled, and plain values in mappings are replaced.
         url: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint.
         strict: `"report"`: missing entries and different shapes or dtypes are errors, and entries that only the
-            checkpoint has are listed in the report; True: these are errors too; False: what fits is loaded, and the
-            report lists the rest.
+            checkpoint has, and values that are not as they were saved, are listed in the report; True: these are errors
+            too; False: what fits is loaded, and the report lists the rest.
         rename: maps names of the checkpoint to names of the state: a function, or `{regex: replacement}`, where the
             regex matches the whole name.
         leave: what of the checkpoint needs no place in the state: names, prefixes of names that end at a dot, or globs
@@ -178,7 +179,9 @@ def load(
             asked = asked_entries(found, recorded)
             aliases, targets = without_ties(locals_of(found))
             objects, put_objects = fit_objects(found, recorded, ranks, trust=trust, cast=cast)
-            groups, put_groups = fit_groups(found, recorded, lambda text: any(fits(text, pattern) for pattern in leave))
+            groups, put_groups = fit_groups(
+                found, recorded, lambda text: any(fits(text, pattern) for pattern in leave), trust=trust
+            )
             problems |= objects | groups | Problems(unexpected=left_values(found, recorded, asked, leave))
 
         def put() -> None:

@@ -53,7 +53,8 @@ class Problems:
     """The mismatches of a state and a checkpoint, as lines that name a tensor, an object or a group.
 
     `missing` are in the state only, `unexpected` in the checkpoint only. `shapes` and `dtypes` differ. `others` cannot
-    be restored for the given reason.
+    be restored for the given reason. `inexact` is not as it was saved: values that lost their classes, and
+    hyper-parameters of the program that were not saved.
     """
 
     missing: tuple[str, ...] = ()
@@ -61,6 +62,7 @@ class Problems:
     shapes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    inexact: tuple[str, ...] = ()
 
     @classmethod
     def joined(cls, found: Sequence[Problems]) -> Problems:
@@ -78,12 +80,12 @@ class Problems:
         """Return one line for each problem.
 
         Args:
-            unexpected: include what only the checkpoint has.
+            unexpected: include what only the checkpoint has, and what is inexact.
         """
         out = [f"missing: {m}" for m in self.missing]
         out += [f"different shape: {m}" for m in self.shapes] + [f"different dtype: {m}" for m in self.dtypes]
         out += list(self.others)
-        return out + [f"unexpected: {m}" for m in self.unexpected] if unexpected else out
+        return out + [f"unexpected: {m}" for m in self.unexpected] + list(self.inexact) if unexpected else out
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +310,7 @@ def raise_for(problems: Problems, strict: Strict, url: str) -> None:
 
     Args:
         problems: of all ranks.
-        strict: `"report"` ignores what only the checkpoint has; False ignores all problems.
+        strict: `"report"` ignores what only the checkpoint has, and what is inexact; False ignores all problems.
         url: of the checkpoint.
 
     Raises:

@@ -12,9 +12,9 @@ from ucformat.errors import PermissionDenied, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.sources.dcp.names import GROUPS, dotted
-from ucformat.sources.values import from_json, is_flattened, is_special, json_key
+from ucformat.sources.values import from_json, is_flattened, is_special, json_key, without_class
 from ucformat.torch.loading.match import Problems
-from ucformat.torch.state.collect import ValueSlot
+from ucformat.torch.state.collect import NoPlace, ValueSlot
 from ucformat.torch.state.memory import dtype_name, torch_dtype
 from ucformat.torch.state.objects import Rng, decode, encode, unfit
 from ucformat.torch.state.subclasses import RECORD, check_live
@@ -211,6 +211,7 @@ def value_at(node: Any, text: str) -> Any:
 
 
 def _item(node: Any, part: str) -> Any:
+    node = without_class(node)
     if isinstance(node, Mapping) and set(node) in ({"$tuple"}, {"$packed"}):
         (node,) = node.values()
     if isinstance(node, list):
@@ -230,6 +231,7 @@ def _leaves(node: Any, path: Path, lists: set[str]) -> Iterator[Path]:
 
     `lists` are the paths of lists from which tensors were stored separately.
     """
+    node = without_class(node)
     if isinstance(node, Mapping) and set(node) == {"$dict"}:
         for key, inner in node["$dict"]:
             yield from _leaves(inner, (*path, str(from_json(key))), lists)
@@ -264,16 +266,22 @@ def fit_objects(
     others: list[str] = []
     dtypes: list[str] = []
     missing: list[str] = []
+    inexact: list[str] = []
     fitting: list[tuple[ValueSlot, Any]] = []
     for path, leaf in found.leaves.items():
         data = with_empty(recorded.value(path), leaf.value)
         if data is ABSENT:
             missing.append(f"the object {dotted(path)}")
             continue
+        lost: list[str] = []
         try:
-            value = decode(data, leaf.value, trust=trust)
+            value = decode(data, leaf.value, trust=trust, lost=lost)
         except (PermissionDenied, UnsupportedError) as error:
             others.append(f"the object {dotted(path)}: {error.message}")
+            continue
+        inexact += [f"the object {dotted(path)}: it was saved as a {name}" for name in lost]
+        if isinstance(leaf.put, NoPlace):
+            others.append(f"the object {leaf.put.why}")
             continue
         wrong, dtype = unfit(value, leaf.value, cast=cast)
         others += [f"the object {dotted(path)}: {w}" for w in wrong]
@@ -287,7 +295,8 @@ def fit_objects(
             leaf.put(value)
         put_ranks()
 
-    return Problems(missing=tuple(missing), dtypes=tuple(dtypes), others=tuple(others)) | problems, put
+    found_here = Problems(tuple(missing), dtypes=tuple(dtypes), others=tuple(others), inexact=tuple(inexact))
+    return found_here | problems, put
 
 
 def _fit_ranks(
@@ -296,6 +305,7 @@ def _fit_ranks(
     """The same for per-rank values."""
     others: list[str] = []
     missing: list[str] = []
+    inexact: list[str] = []
     fitting: list[tuple[ValueSlot, Any]] = []
     for path, (wanted, leaf) in found.ranks.items():
         saved = per_rank.get(dotted(path))
@@ -305,14 +315,17 @@ def _fit_ranks(
         if len(saved) != ranks.size and wanted.merge is None:
             others.append(_no_merge(path, wanted, len(saved), ranks.size))
             continue
+        lost: list[str] = []
         try:
             if len(saved) == ranks.size:  # the values of the other ranks are not read
-                mine = decode(saved[ranks.rank], leaf.value, trust=trust)
+                mine = decode(saved[ranks.rank], leaf.value, trust=trust, lost=lost)
             else:
-                mine = _merged(wanted, [decode(v, leaf.value, trust=trust) for v in saved], ranks)
+                values = [decode(v, leaf.value, trust=trust, lost=lost) for v in saved]
+                mine = _merged(wanted, values, ranks)
         except (PermissionDenied, UnsupportedError) as error:
             others.append(f"the per-rank value {dotted(path)}: {error.message}")
             continue
+        inexact += [f"the per-rank value {dotted(path)}: it was saved as a {name}" for name in lost]
         try:
             if isinstance(wanted.value, Rng):
                 wanted.value.check(mine)
@@ -325,7 +338,7 @@ def _fit_ranks(
         for leaf, value in fitting:
             leaf.put(value)
 
-    return Problems(missing=tuple(missing), others=tuple(others)), put
+    return Problems(missing=tuple(missing), others=tuple(others), inexact=tuple(inexact)), put
 
 
 def _merged(wanted: PerRank, values: list[Any], ranks: Ranks) -> Any:
@@ -423,7 +436,11 @@ def _is_empty(value: Any) -> bool:
 
 
 def fit_groups(
-    found: CollectedState, recorded: SavedState, may_leave: Callable[[str], bool] = lambda _: False
+    found: CollectedState,
+    recorded: SavedState,
+    may_leave: Callable[[str], bool] = lambda _: False,
+    *,
+    trust: bool = False,
 ) -> tuple[Problems, Callable[[], None]]:
     """Match the optimizer groups of a state with stored hyper-parameters, by the names of the parameters.
 
@@ -434,49 +451,80 @@ def fit_groups(
         found: the state.
         recorded: the state that was saved.
         may_leave: whether a hyper-parameter, by its dotted path, needs no place.
+        trust: unpickle opaque objects, which may run code.
 
     Returns:
         what is missing or does not fit, and a function that sets the hyper-parameters.
     """
-    missing: list[str] = []
-    others: list[str] = []
-    left: list[str] = []
-    fitting: list[tuple[OptimizerGroup, dict[str, Any]]] = []
+    fit = _GroupFit(trust, may_leave)
     for path, groups in found.groups.items():
         root = dotted(path)
         group_of = recorded.find_group(root, found.prefixes.get(path, ""))
         saved = [group for group, _ in recorded.optimizers.get(root, ())]
         for number, group in enumerate(groups):
-            label = f"group {number} of {root}"
+            label, text = f"group {number} of {root}", f"{root}.{GROUPS}.{number}"
             lacking = sorted(p for p in group.params if group_of(p) is None)
             if lacking:
-                missing.append(f"{label}: the hyper-parameters of {', '.join(lacking[:3])}")
+                fit.missing.append(f"{label}: the hyper-parameters of {', '.join(lacking[:3])}")
             if not group.params and len(saved) == len(groups):
-                fitting.append((group, _settable(group, saved[number], saved)))
+                fit.take(label, text, group, saved[number], saved)
             elif not group.params and saved:
-                missing.append(
+                fit.missing.append(
                     f"{label}: its hyper-parameters; it has no parameters, and {len(saved)} groups were saved"
                 )
             for part in group.parts():
                 docs = [g for p in part.params if (g := group_of(p)) is not None]
                 if any(g.options != docs[0].options for g in docs[1:]):
-                    others.append(f"{label}: its parameters were in groups with different hyper-parameters")
+                    fit.others.append(f"{label}: its parameters were in groups with different hyper-parameters")
                 elif docs:
-                    options = _settable(part, docs[0], saved)
-                    fitting.append((part, options))
-                    texts = {key: f"{root}.{GROUPS}.{number}.{key}" for key in docs[0].options.keys() - options.keys()}
-                    left += [
-                        f"the hyper-parameter {key} of {label}"
-                        for key, text in sorted(texts.items())
-                        if docs[0] in saved and key not in _NO_OPTIONS and not may_leave(text)
-                    ]
+                    fit.take(label, text, part, docs[0], saved)
 
     def put() -> None:
-        for group, options in fitting:
-            for key, value in options.items():
-                group.options[key] = decode(value, group.options.get(key))
+        for group, values in fit.fitting:
+            for key, value in values.items():
+                group.options[key] = value
 
-    return Problems(tuple(missing), tuple(dict.fromkeys(left)), others=tuple(others)), put
+    missing, left, others, inexact = (
+        tuple(dict.fromkeys(lines)) for lines in (fit.missing, fit.left, fit.others, fit.inexact)
+    )
+    return Problems(missing, left, others=others, inexact=inexact), put
+
+
+class _GroupFit:
+    """The groups that fit, with their new hyper-parameters, and what does not."""
+
+    def __init__(self, trust: bool, may_leave: Callable[[str], bool]) -> None:  # noqa: FBT001
+        self.trust, self.may_leave = trust, may_leave
+        self.missing: list[str] = []
+        self.others: list[str] = []
+        self.left: list[str] = []
+        self.inexact: list[str] = []
+        self.fitting: list[tuple[OptimizerGroup, dict[str, Any]]] = []
+
+    def take(self, label: str, text: str, group: OptimizerGroup, doc: GroupDoc, saved: Sequence[GroupDoc]) -> None:
+        """Give a group what was saved of a group, of which some belong to the same optimizer."""
+        options = _settable(group, doc, saved)
+        if doc in saved:
+            self.left += [
+                f"the hyper-parameter {key} of {label}"
+                for key in sorted(doc.options.keys() - options.keys() - {*_NO_OPTIONS})
+                if not self.may_leave(f"{text}.{key}")
+            ]
+            self.inexact += [
+                f"the hyper-parameter {key} of {label} was not saved, and stays as it is"
+                for key in sorted(group.options.keys() - doc.options.keys() - {*_NO_OPTIONS})
+            ]
+        lost: list[str] = []
+        try:
+            values = {
+                key: decode(value, group.options.get(key), trust=self.trust, lost=lost)
+                for key, value in options.items()
+            }
+        except (PermissionDenied, UnsupportedError) as error:
+            self.others.append(f"a hyper-parameter of {label}: {error.message}")
+            return
+        self.inexact += [f"a hyper-parameter of {label}: it was saved as a {name}" for name in lost]
+        self.fitting.append((group, values))
 
 
 _NO_OPTIONS = ("param_names", "state")  # entries of stored groups that are no hyper-parameters

@@ -31,6 +31,7 @@ __all__ = [
     "CollectedState",
     "GroupOptions",
     "LiveOptimizer",
+    "NoPlace",
     "OptimizerGroup",
     "ValueSlot",
     "acts_on_load",
@@ -225,7 +226,7 @@ def _walk(found: CollectedState, path: Path, value: Any, modules: Modules, put: 
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         _stateful(found, path, value, modules)
     else:
-        found.leaves[path] = ValueSlot(value, put or _no_place(path))
+        found.leaves[path] = ValueSlot(value, put or NoPlace(path))
 
 
 def _mapping(found: CollectedState, path: Path, value: Mapping[Any, Any], modules: Modules, put: Any) -> None:
@@ -250,10 +251,12 @@ def _mapping(found: CollectedState, path: Path, value: Mapping[Any, Any], module
     if (group_keys or isinstance(groups, list)) and isinstance(value, MutableMapping):
         found.optimizer_dicts[path] = value
     if not value and put is not None:
-        found.leaves[path] = ValueSlot({}, put)
+        found.leaves[path] = ValueSlot({}, _refill(value, put))
     for key, inner in value.items():
         if key not in group_keys:
-            _walk(found, (*path, IntKey(key) if isinstance(key, int) else key), inner, modules, _setter(value, key))
+            below = (*path, IntKey(key) if isinstance(key, int) else key)
+            place = _setter(value, key) if isinstance(value, MutableMapping) else NoPlace(below)
+            _walk(found, below, inner, modules, place)
 
 
 def is_group(group: Any) -> bool:
@@ -324,14 +327,14 @@ class _FlatOptions(dict[str, Any]):
 def _sequence(found: CollectedState, path: Path, value: Any, modules: Modules, put: Any) -> None:
     items = value if isinstance(value, list) else list(value)
     for i, inner in enumerate(items):
-        _walk(found, (*path, i), inner, modules, _setter(items, i))
+        _walk(found, (*path, i), inner, modules, put if isinstance(put, NoPlace) else _setter(items, i))
     if items is value:
         return
 
     def rebuild() -> None:
         """Replace the tuple, if items were replaced."""
         if any(new is not old for new, old in zip(items, value, strict=True)):
-            (put or _no_place(path))(type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
+            (put or NoPlace(path))(type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
 
     found.finish.append(rebuild)
 
@@ -344,6 +347,18 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor | ShardedTensor | torch.nn.Module | torch.optim.Optimizer | Parts | PerRank)
 
 
+def _refill(value: Mapping[Any, Any], put: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A function that fills an empty mapping, which keeps its class, or replaces it by a value of another kind."""
+
+    def fill(new: Any) -> None:
+        if isinstance(new, Mapping) and isinstance(value, MutableMapping):
+            value.update(new)
+        else:
+            put(new)
+
+    return put if isinstance(put, NoPlace) else fill
+
+
 def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
     def put(value: Any) -> None:
         holder[key] = value
@@ -351,11 +366,19 @@ def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
     return put
 
 
-def _no_place(path: Path) -> Callable[[Any], None]:
-    def put(_: Any) -> None:
-        raise UsageError(f"{dotted(path)} cannot be replaced where it is", hint="use a list or a mapping")
+class NoPlace:
+    """Refuses to replace a value, whose holder cannot be changed.
 
-    return put
+    Args:
+        path: of the value.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.why = f"{dotted(path)} cannot be replaced where it is; use a list or a dictionary"
+
+    def __call__(self, _: Any) -> None:
+        """Raise the error."""
+        raise UsageError(self.why)
 
 
 def _leaf(value: Any, put: Any) -> ValueSlot:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import enum
 import hashlib
 import io
 import json
+import logging
 import pickle
 import random
 import sys
+from collections import Counter, OrderedDict
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +29,7 @@ from ucformat.sources.pickle.stand_ins import (
     NdArray,
     NumpyDtype,
     NumpyScalar,
+    OfClass,
     Opaque,
     Size,
     SmallTensor,
@@ -36,7 +41,9 @@ from ucformat.torch.state.memory import dtype_name, torch_dtype
 from ucformat.torch.state.subclasses import plain_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+_log = logging.getLogger("ucformat")
 
 __all__ = ["Parts", "PerRank", "Rng", "decode", "encode", "like", "tensor_of", "unfit"]
 
@@ -97,10 +104,12 @@ def _stand_in(value: Any) -> Any:
     """The value with stand-ins for types that `to_json` does not support."""
     if isinstance(value, np.generic):
         return _numpy_scalar(value)
-    if value is None or isinstance(value, bool | int | float | str | bytes | bytearray | complex | slice | Opaque):
+    if value is None or type(value) in (bool, int, float, str, bytes, bytearray, complex, slice, Opaque):
         return value
-    if isinstance(value, dict) and all(isinstance(k, str | int | float | tuple | bytes | None) for k in value):
-        return {k: _stand_in(v) for k, v in value.items()}
+    if isinstance(value, enum.Enum):
+        return OfClass(_class_name(type(value)), _stand_in(value.value))
+    if type(value) is dict and all(map(_is_key, value)):
+        return {k if _is_plain(k) else _stand_in(k): _stand_in(v) for k, v in value.items()}
     if type(value) is list:
         return [_stand_in(v) for v in value]
     if type(value) is torch.Size:
@@ -110,7 +119,38 @@ def _stand_in(value: Any) -> Any:
         return items if type(value) is tuple else NamedFields(_class_name(type(value)), value._fields, items)  # type: ignore[attr-defined]
     if type(value) in (set, frozenset) and all(_is_plain(v) for v in value):
         return value
-    return _object(value)
+    base = next((kind for kind in _PLAIN if isinstance(value, kind)), None)
+    if base is None or type(value) is base or _has_more(value):
+        return _object(value)
+    plain = _stand_in(_PLAIN[base](value))
+    return plain if isinstance(plain, Opaque) else OfClass(_class_name(type(value)), plain)
+
+
+#: What makes a plain value of one of a derived class, whatever methods that has.
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    bytes: lambda value: memoryview(value).tobytes(),
+    bytearray: lambda value: bytearray(memoryview(value)),
+    **{kind: kind for kind in (dict, list, tuple, set, frozenset)},
+}
+
+
+def _has_more(value: Any) -> bool:
+    """Whether a value of a derived class has attributes besides what it is derived from."""
+    attributes = getattr(value, "__dict__", {}).keys() - {"_metadata"}  # which PyTorch gives to a module's state dict
+    return bool(attributes) or any(getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+
+
+def _is_key(key: Any) -> bool:
+    """Whether the key of a dictionary has a JSON form that stays a key."""
+    if isinstance(key, enum.Enum):
+        return _is_plain(key.value)
+    if isinstance(key, int | float | str | bytes | np.generic):
+        return not isinstance(_stand_in(key), Opaque)
+    return _is_plain(key)
 
 
 def _object(value: Any) -> Any:
@@ -175,19 +215,28 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str, bytes, complex)
 
 
-def decode(data: Any, template: Any = None, *, trust: bool = False) -> Any:
+def decode(data: Any, template: Any = None, *, trust: bool = False, lost: list[str] | None = None) -> Any:
     """Return the value that a JSON form encodes.
 
     Args:
         data: the JSON form.
-        template: determines the types of values that are stored without them, where it has the same structure.
+        template: determines the types of values that are stored without them, where it has the same structure, and has
+            the classes of members of enumerations and of values of derived classes.
         trust: unpickle opaque parts, which may run code.
+        lost: gets the class of each part that is a plain value instead, because the program does not have it there
+            (None: they are logged).
 
     Raises:
         UnsafeError: a part is an opaque pickle, and `trust` is false.
         UnsupportedError: a pickle cannot be loaded here.
     """
-    return like(from_json(data, _MAKERS | {"$opaque": _trusted if trust else _distrusted}), template)
+    found: list[str] = []
+    value = like(from_json(data, _MAKERS | {"$opaque": _trusted if trust else _distrusted}), template, found)
+    if lost is not None:
+        lost += found
+    elif found:
+        _log.warning("values are loaded without their classes: %s", "; ".join(dict.fromkeys(found)))
+    return value
 
 
 def _distrusted(_: bytes) -> Any:
@@ -198,14 +247,20 @@ def _distrusted(_: bytes) -> Any:
 
 
 def _named(name: str, fields: tuple[str, ...], *items: Any) -> Any:
-    """The named tuple of a class that the program has imported and whose fields are the same; else a tuple."""
-    for module in (name[:i] for i, c in enumerate(name) if c == "."):
-        kind: Any = sys.modules.get(module)
-        for part in name[len(module) + 1 :].split("."):
-            kind = vars(kind).get(part) if hasattr(kind, "__dict__") else None
+    """The named tuple of a class that the program has imported and whose fields are the same."""
+    for kind in _imported(name):
         if isinstance(kind, type) and issubclass(kind, tuple) and getattr(kind, "_fields", None) == fields:
             return tuple.__new__(kind, items)
-    return items
+    return OfClass(name, items)
+
+
+def _imported(name: str) -> Iterator[Any]:
+    """What the modules that the program has imported have under a name."""
+    for module in (name[:i] for i, c in enumerate(name) if c == "."):
+        found: Any = sys.modules.get(module)
+        for part in name[len(module) + 1 :].split("."):
+            found = vars(found).get(part) if hasattr(found, "__dict__") else None
+        yield found
 
 
 def _trusted(data: bytes) -> Any:
@@ -218,17 +273,20 @@ def _trusted(data: bytes) -> Any:
         ) from error
 
 
-def like(value: Any, template: Any) -> Any:
-    """Return a value with the named tuples, dtypes, NumPy arrays and scalars, and mapping types of a template.
+def like(value: Any, template: Any, lost: list[str]) -> Any:
+    """Return a value with the classes, named tuples, dtypes, NumPy arrays and scalars, and mapping types of a template.
 
     Args:
         value: the value.
         template: of the same structure; where it is not, types stay.
+        lost: as for `decode`.
     """
+    if isinstance(value, OfClass):
+        return _of_class(value, template, lost)
     if isinstance(value, dict):
-        return _mapping_like(value, template if isinstance(template, dict) else {})
+        return _mapping_like(value, template if isinstance(template, dict) else {}, lost)
     if isinstance(value, list | tuple):
-        return _sequence_like(value, template if isinstance(template, list | tuple) else [])
+        return _sequence_like(value, template if isinstance(template, list | tuple) else [], lost)
     if isinstance(value, np.ndarray):
         return tensor_of(value) if isinstance(template, torch.Tensor) and value.dtype.name in ITEMSIZE else value
     if type(value) is torch.Tensor and isinstance(template, np.ndarray):
@@ -239,8 +297,52 @@ def like(value: Any, template: Any) -> Any:
         return frozenset(value)
     if isinstance(value, bytes) and isinstance(template, bytearray):
         return bytearray(value)
-    if isinstance(template, np.generic) and isinstance(value, bool | int | float):
-        return template.dtype.type(value)
+    if isinstance(template, np.generic) and type(value) in (bool, int, float):
+        return _number_like(value, template)
+    return value
+
+
+def _number_like(value: float, template: np.generic) -> Any:
+    """The number in the template's type, if that has it."""
+    try:
+        with np.errstate(over="ignore"):
+            made = template.dtype.type(value)
+    except (OverflowError, TypeError, ValueError):
+        return value
+    return made if made.item() == value or value != value else value  # or not a number
+
+
+#: Classes of Python itself, of which a plain value is all.
+_KNOWN: dict[str, Callable[[Any], Any]] = {
+    "collections.Counter": Counter,
+    "collections.OrderedDict": OrderedDict,
+}
+
+
+def _of_class(found: OfClass, template: Any, lost: list[str]) -> Any:
+    """The value in the class that it had, if the template has it, or it is an enumeration that the program imported."""
+    is_same = _class_name(type(template)) == found.name
+    value = like(found.value, template.value if isinstance(template, enum.Enum) else template, lost)
+    if is_same and type(value) is type(template):  # a mapping, or a named tuple
+        return value
+    kinds: list[Any] = (
+        [type(template)] if is_same else [k for k in _imported(found.name) if isinstance(k, enum.EnumType)]
+    )
+    for kind in kinds:
+        if issubclass(kind, enum.Enum):
+            with suppress(KeyError, TypeError, ValueError):
+                return kind(value)
+        elif isinstance(template, list | set | bytearray):
+            out = copy.copy(template)
+            out.clear()
+            (out.update if isinstance(out, set) else out.extend)(value)
+            return out
+        elif issubclass(kind, type(value)):
+            return type(value).__new__(kind, value)
+    if found.name in _KNOWN and isinstance(value, dict):
+        return _KNOWN[found.name](value)
+    if not (hasattr(type(value), "_fields") and type(value) is type(template)):
+        lost.append(f"{found.name}, which is not that of the program's value; it is a {type(value).__name__}")
     return value
 
 
@@ -264,8 +366,12 @@ def _layout(name: str) -> torch.layout:
     return found
 
 
-def _mapping_like(value: dict[Any, Any], template: dict[Any, Any]) -> dict[Any, Any]:
-    items = {k: like(v, template.get(k)) for k, v in value.items()}
+def _mapping_like(value: dict[Any, Any], template: dict[Any, Any], lost: list[str]) -> dict[Any, Any]:
+    kinds = {_class_name(type(k)): k for k in template}
+    items: dict[Any, Any] = {}
+    for key, inner in value.items():
+        own = like(key, kinds.get(key.name), lost) if isinstance(key, OfClass) else key
+        items[own] = like(inner, template.get(own), lost)
     if type(template) is dict:
         return items
     out = copy.copy(template)  # an OrderedDict, a defaultdict with its factory
@@ -275,11 +381,11 @@ def _mapping_like(value: dict[Any, Any], template: dict[Any, Any]) -> dict[Any, 
 
 
 def _sequence_like(
-    value: list[Any] | tuple[Any, ...], template: list[Any] | tuple[Any, ...]
+    value: list[Any] | tuple[Any, ...], template: list[Any] | tuple[Any, ...], lost: list[str]
 ) -> list[Any] | tuple[Any, ...]:
     """Elements beyond the template's length are like its last one."""
     padded = [*template, *[template[-1] if template else None] * len(value)]
-    items = [like(v, t) for v, t in zip(value, padded, strict=False)]
+    items = [like(v, t, lost) for v, t in zip(value, padded, strict=False)]
     if isinstance(template, list) and isinstance(value, list):
         return items
     if type(value) not in (list, tuple):  # stored with its type
@@ -321,6 +427,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "$tensor": tensor_of,
     "$dtype": _torch_dtype,
     "$fields": _named,
+    "$value": OfClass,
     "torch.Size": torch.Size,
     "torch.device": _device,
     "torch.serialization._get_layout": _layout,
