@@ -140,6 +140,13 @@ def mismatches(folder: Path) -> None:
     report = trainer.load(str(folder / "weights"), optimizer=False)
     found["report"] = [bool(report), report.missing, report.unexpected]
     found["weights"] = all(torch.equal(a, b) for a, b in zip(net.parameters(), trainer.net.parameters(), strict=True))
+    net.register_buffer("spare", torch.zeros(2))
+    ucformat.torch.save({"model": net}, str(folder / "more"))
+    found["left"] = [
+        [bool(report), report.left]
+        for leave in ((), "spare", ["spa*"])
+        for report in [trainer.load(str(folder / "more"), optimizer=False, leave=leave)]
+    ]
     trainer.close()
     write(folder, found)
 

@@ -72,6 +72,11 @@ def test_weights_alone_are_loaded_when_asked_for(chosen: Callable[[], Path]) -> 
     assert found["report"] == [True, [], []]
 
 
+def test_what_the_engine_has_no_place_for_is_told_unless_it_may_be_left(chosen: Callable[[], Path]) -> None:
+    found = facts(chosen() / "mismatches")
+    assert found["left"] == [[False, ["spare (weight)"]], [True, []], [True, []]]
+
+
 class TestUnequalSteps:
     """Plain torch counts the steps of each parameter, a flat group has one count."""
 

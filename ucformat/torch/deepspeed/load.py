@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
+from ucformat.storage.url import as_strings
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.deepspeed.engine import inspect_engine, update_module
 from ucformat.torch.deepspeed.optimizer import OptimizerTargets, StoredStates, want_optimizer
@@ -17,7 +18,7 @@ from ucformat.torch.loading.match import holds_training, stored_names
 from ucformat.torch.loading.together import open_together
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from os import PathLike
 
     from ucformat.reading.plan import Verify
@@ -49,6 +50,7 @@ def load(
     optimizer: bool = True,
     scheduler: bool = True,
     rename: Rename | None = None,
+    leave: str | Iterable[str] = (),
     cast: bool = False,
     trust: bool = False,
     verify: Verify = "whole",
@@ -71,6 +73,8 @@ def load(
         scheduler: load the learning rate scheduler.
         rename: maps names of the checkpoint to names of the engine: a function, or `{regex: replacement}`, where the
             regex matches the whole name.
+        leave: what of the checkpoint needs no place in the engine: names, prefixes of names that end at a dot, or globs
+            (`*.exp_avg`), of tensors.
         cast: cast tensors to the dtypes of the engine, such as frozen fp32 weights to bf16.
         trust: unpickle opaque objects, which may run code.
         verify: which checksums to check, as for `ucformat.torch.load`.
@@ -100,6 +104,7 @@ def load(
                 threads=threads,
                 group=group,
                 problems=plan.problems,
+                leave=as_strings(leave),
                 then=plan.put,
                 layout=plan.trainer.layout,
                 stateful=optimizer and holds_training(ck),
