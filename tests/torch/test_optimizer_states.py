@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import ucformat
 import ucformat.torch as ucf
-from ucformat.errors import StateMismatch, UnsupportedError
+from ucformat.errors import StateMismatch, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -246,6 +246,59 @@ def test_states_that_belong_to_all_parameters(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match=r"the states of optim \(LBFGS\) cannot be made"):
         ucf.load({"model": other, "optim": turned}, tmp_path / "ck")
     assert not turned.state
+
+
+def adversaries(*, steps: int, nested: bool = False) -> dict[str, Any]:
+    """Two modules, one of which has a name of the other, trained by one optimizer."""
+    torch.manual_seed(steps)
+    g, d = torch.nn.Linear(2, 3), torch.nn.Sequential(torch.nn.Linear(3, 1))
+    groups = [{"params": [*g.parameters()], "lr": 0.1 + steps}, {"params": [*d.parameters()]}]
+    optimizer = torch.optim.Adam(groups, lr=0.2 + steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        d(g(torch.ones(1, 2))).sum().backward()
+        optimizer.step()
+    modules = {"g": g, "d": d}
+    return {"optimizer": optimizer} | ({"nets": modules} if nested else modules)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("form", ["zarr", "packed"])
+def test_one_optimizer_of_several_modules(nested: bool, form: Any, tmp_path: Path) -> None:
+    given = adversaries(steps=3, nested=nested)
+    ucf.save(given, tmp_path / "ck", form=form)
+    assert {"g.weight", "d.0.weight"} <= set(ucformat.open(tmp_path / "ck").names())
+    for steps in (0, 2):
+        state = adversaries(steps=steps, nested=nested)
+        assert ucf.load(dict(reversed(state.items())), tmp_path / "ck", strict=True)
+        mine, other = (s["optimizer"].state_dict() for s in (state, given))
+        assert mine["param_groups"] == other["param_groups"]
+        for number, states in other["state"].items():
+            assert all(torch.equal(mine["state"][number][k], v) for k, v in states.items())
+        for name in ("g", "d"):
+            one, two = ((s["nets"] if nested else s)[name].state_dict() for s in (state, given))
+            assert all(torch.equal(one[k], v) for k, v in two.items())
+
+
+def test_an_optimizer_of_modules_of_which_one_is_not_in_the_state(tmp_path: Path) -> None:
+    given = adversaries(steps=1)
+    del given["d"]
+    with pytest.raises(UsageError, match="2 of 4 parameters of the optimizer optimizer are in no module of the state"):
+        ucf.save(given, tmp_path / "ck")
+    assert not (tmp_path / "ck").exists()
+
+
+def test_lazy_modules_are_refused_by_name(tmp_path: Path) -> None:
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
+    for state in ({"m": lazy}, {"m": lazy, "o": torch.optim.SGD(lazy.parameters())}, {"m": lazy.state_dict()}):
+        with pytest.raises(UsageError, match=r"m\.0\.weight is a UninitializedParameter") as caught:
+            ucf.save(state, tmp_path / "ck")
+        assert "run the module once" in str(caught.value)
+    ucf.save({"m": torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))}, tmp_path / "ck")
+    with pytest.raises(UsageError, match=r"m\.0\.weight is a UninitializedParameter"):
+        ucf.load({"m": lazy}, tmp_path / "ck")
+    with pytest.raises(UsageError, match=r"0\.weight is a UninitializedParameter"):
+        ucf.load_into(lazy, tmp_path / "ck")
 
 
 class Counting(torch.optim.SGD):

@@ -93,6 +93,12 @@ def overlapping() -> torch.Tensor:
     return Wrapper({"a": memory[:16].view(4, 4), "b": memory[4:].view(4, 4)})
 
 
+def holding(tensor: torch.Tensor) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.register_buffer("w", tensor)
+    return module
+
+
 STRANGERS: dict[str, tuple[Callable[[], Any], str]] = {
     "meta": (lambda: torch.ones(4, 4, device="meta"), "meta tensor"),
     "sparse": (lambda: torch.eye(4).to_sparse(), "sparse"),
@@ -139,6 +145,7 @@ def test_what_is_not_understood_is_refused_by_name_before_anything_is_written(ki
         lambda t: save({"w": t}, place),
         lambda t: save({"deep": {"er": [t]}}, place, form="packed"),
         lambda t: async_save({"w": t}, place),
+        lambda t: save({"m": holding(t)}, place),
         lambda t: save({"w": PerRank(t)}, place),
     ]
     value = "a per-rank value is a .*Wrapper" if type(make()) is Wrapper else words
@@ -538,3 +545,81 @@ def test_a_model_that_torchao_has_quantized(config: str, tmp_path: Path) -> None
             torch.equal(a.float(), b.float())
             for a, b in zip(inner_of(one[0].weight).values(), inner_of(two[0].weight).values(), strict=True)
         )
+
+
+class Scale:
+    """What quantizes a parameter, as bitsandbytes has it: tensors, and plain values packed into a tensor."""
+
+    def __init__(self, absmax: torch.Tensor, offset: float) -> None:
+        self.absmax, self.offset = absmax, offset
+
+    def as_dict(self) -> dict[str, torch.Tensor]:
+        packed = torch.tensor([*repr(self.offset).encode()], dtype=torch.uint8)
+        return {"absmax": self.absmax, "quant_state.bitsandbytes__nf4": packed}
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any], device: torch.device) -> Scale:
+        (offset,) = (v for k, v in found.items() if "quant_state" in k)
+        return cls(found["absmax"].to(device), float(bytes(offset.tolist())))
+
+
+class Codes(torch.nn.Parameter):
+    """A parameter whose attribute has tensors."""
+
+    quant_state: Scale
+
+
+class Linear4bit(torch.nn.Module):
+    """A module whose state dict has what its `load_state_dict` does not take."""
+
+    def __init__(self, offset: float) -> None:
+        super().__init__()
+        self.weight = Codes(torch.full((8, 1), int(offset), dtype=torch.uint8), requires_grad=False)
+        self.weight.quant_state = self.quant_state = Scale(torch.full((2,), offset), offset)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in self.weight.quant_state.as_dict().items():
+            destination[f"{prefix}weight.{name}"] = tensor
+
+
+def test_parameters_of_bitsandbytes(tmp_path: Path) -> None:
+    """What is packed may have another length; what belongs to the parameter is put back there."""
+    save({"m": torch.nn.Sequential(Linear4bit(1.25))}, tmp_path / "ck")
+    module = torch.nn.Sequential(Linear4bit(7.0))
+    assert load({"m": module}, tmp_path / "ck", strict=True)
+    found: Any = module[0]
+    assert found.quant_state is found.weight.quant_state
+    assert (found.quant_state.offset, found.quant_state.absmax.tolist()) == (1.25, [1.25, 1.25])
+    assert found.weight.flatten().tolist() == [1] * 8
+
+
+def test_bitsandbytes_itself(tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(bitsandbytes.nn.Linear4bit(64, 32, quant_type="nf4"), torch.nn.Linear(32, 4)).to(
+            "cpu"
+        )
+
+    given, other = made(0), made(1)
+    save({"m": given}, tmp_path / "ck")
+    assert load({"m": other}, tmp_path / "ck", strict=True)
+    x = torch.randn(2, 64)
+    assert torch.equal(given(x), other(x))
+
+
+class Adding(torch.nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}extra"] = torch.ones(1)
+
+
+def test_entries_that_a_module_does_not_take_back_are_an_error_before_anything_is_changed(tmp_path: Path) -> None:
+    save({"m": torch.nn.Sequential(Adding(2, 2))}, tmp_path / "ck")
+    module = torch.nn.Sequential(Adding(2, 2))
+    before = module[0].weight.clone()
+    with pytest.raises(StateMismatch, match=r"m\.0\.extra: the module's own load_state_dict does not take it"):
+        load({"m": module}, tmp_path / "ck")
+    assert torch.equal(module[0].weight, before)

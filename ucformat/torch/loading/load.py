@@ -169,7 +169,8 @@ def load(
             names = stored_names(ck, rename)
             recorded = SavedState(ck, names)
             leave = (leave,) if isinstance(leave, str) else tuple(leave)
-            problems = place_states(found, recorded) | find_tensors(found, recorded)
+            problems = Problems(others=tuple(found.unloadable))
+            problems |= place_states(found, recorded) | find_tensors(found, recorded)
             problems |= fit_wrappers(found, recorded)
             for path, tensor in found.tensors.items():
                 if not isinstance(tensor, ShardedTensor):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ucformat.errors import StateMismatch, UnsupportedError, UsageError
@@ -102,6 +104,7 @@ class CollectedState:
     groups: dict[Path, list[OptimizerGroup]] = field(default_factory=dict)
     group_entries: set[Path] = field(default_factory=set)  # entries that are optimizer groups or hyper-parameters
     finish: list[Callable[[], None]] = field(default_factory=list)
+    unloadable: list[str] = field(default_factory=list)  # lines for entries that their module does not take back
     optimizers: dict[Path, list[LiveOptimizer]] = field(default_factory=dict)  # several for the parts of a model
     optimizer_dicts: dict[Path, MutableMapping[str, Any]] = field(default_factory=dict)  # state dicts with groups
     extra_states: dict[Path, Callable[[torch.Tensor], None]] = field(default_factory=dict)  # may have any shape
@@ -125,10 +128,10 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
 
     Args:
         state: nested mappings (and lists that contain tensors) of tensors, plain values, modules, optimizers of these
-            modules, objects with `state_dict` and `load_state_dict`, and PerRank values.
+            modules (each of one or several), objects with `state_dict` and `load_state_dict`, and PerRank values.
 
     Raises:
-        UsageError: an optimizer's parameters are not those of one module of the state, or two entries have one name.
+        UsageError: an optimizer's parameters are not those of modules of the state, or two entries have one name.
         UnsupportedError: a module is wrapped in FSDP1.
     """
     if not isinstance(state, Mapping):
@@ -137,7 +140,10 @@ def collect(state: Mapping[str, Any]) -> CollectedState:
     _walk(found, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)])
     taken = {p: t for p, value in found.tensors.items() if (t := _taken(p, value)) is not None}
     optimized = [(found.owners[root], live.params) for root, lives in found.optimizers.items() for live in lives]
-    hidden = {(*owner, n): tuple(p.size()) for owner, params in optimized for n, p in params.items()}
+    seen = set(map(dotted, found.tensors))
+    hidden = {
+        (*o, n): tuple(p.size()) for o, params in optimized for n, p in params.items() if dotted((*o, n)) not in seen
+    }
     naming = name_state(
         hidden | {p: tuple(t.size()) for p, t in found.tensors.items()},  # hooks may hide parameters
         optimizer_roots([*found.tensors, *found.leaves]) | set(found.groups),
@@ -415,6 +421,7 @@ def _module(found: CollectedState, path: Path, module: torch.nn.Module) -> None:
             f"{dotted(path)} is wrapped in FSDP1, whose parameters are flat",
             hint="use fully_shard (FSDP2), or the state dicts of torch.distributed.checkpoint.state_dict",
         )
+    _check_tensors(path, module)
     entries = module.state_dict()
     memory = _storages([*module.parameters(), *module.buffers()])
     copies: list[str] = []
@@ -430,13 +437,76 @@ def _module(found: CollectedState, path: Path, module: torch.nn.Module) -> None:
             copies.append(key)
             continue
         found.tensors[where] = value
-        is_extra = key.rpartition(".")[2] == _EXTRA_STATE
-        if is_extra or (value.numel() and not _storages([value]) <= memory):
+        is_extra = key.rpartition(".")[2] == _EXTRA_STATE or _QUANT_STATE in key
+        if is_extra or (not _storages([value]) <= memory and value.numel()):
             copies.append(key)
         if is_extra:
             found.extra_states[where] = _setter(entries, key)
+    unknown = (
+        entries.keys()
+        - _known_keys(module)
+        - {key for of in _quantized(module) for key in entries if key.startswith(of)}
+    )
+    if unknown and not any(map(_finds_keys, module.modules())):
+        found.unloadable += [
+            f"{dotted((*path, key))}: the module's own load_state_dict does not take it" for key in sorted(unknown)
+        ]
     if copies or any(map(acts_on_load, module.modules())):
         found.finish.append(lambda: _load_copies(dotted(path), module, entries, copies))
+
+
+def _check_tensors(path: Path, module: torch.nn.Module) -> None:
+    """UsageError if a tensor can be neither saved nor filled, before the state dict detaches it from what it has."""
+    for prefix, inner in module.named_modules():
+        if type(inner)._save_to_state_dict is torch.nn.Module._save_to_state_dict:  # noqa: SLF001 - else it knows how
+            own = [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]
+            for name, tensor in own:
+                if type(tensor) not in _PLAIN_TENSORS and name not in inner._non_persistent_buffers_set:  # noqa: SLF001
+                    _taken((*path, plain_name(module, f"{prefix}.{name}" if prefix else name)), tensor)
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor)
+
+
+def _known_keys(module: torch.nn.Module) -> set[str]:
+    """The keys that `load_state_dict` of a module takes, if neither hooks nor its own loaders find more."""
+    out: set[str] = set()
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        below = f"{prefix}." if prefix else ""
+        out |= {below + name for name in (*inner._parameters, *inner._buffers, _EXTRA_STATE)}  # noqa: SLF001
+    return out
+
+
+def _finds_keys(module: torch.nn.Module) -> bool:
+    """Whether a module may find entries of its state dict by other names than those of its tensors."""
+    return bool(module._load_state_dict_pre_hooks) or _loads_itself(module)  # noqa: SLF001
+
+
+_QUANT_STATE = ".quant_state.bitsandbytes__"
+
+
+def _quantized(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, Any]]:
+    """The parameters of bitsandbytes that are quantized to 4 bits, and their modules, by the prefix of their entries.
+
+    What quantizes a parameter is its attribute, and so are the entries below it, which `load_state_dict` does not take.
+    """
+    return {
+        f"{prefix}.{name}.".removeprefix("."): (inner, param)
+        for prefix, inner in module.named_modules()
+        for name, param in inner.named_parameters(recurse=False)
+        if hasattr(getattr(param, "quant_state", None), "from_dict")
+    }
+
+
+def _load_quant_states(module: torch.nn.Module, entries: dict[str, Any]) -> dict[str, Any]:
+    """Make the quantization states of entries, and return the other entries."""
+    rest = dict(entries)
+    for prefix, (inner, param) in _quantized(module).items():
+        mine = {key.removeprefix(prefix): rest.pop(key) for key in entries if key.startswith(prefix)}
+        if mine:
+            param.quant_state = type(param.quant_state).from_dict(mine, device=param.device)
+            inner.quant_state = param.quant_state
+    return rest
 
 
 def acts_on_load(module: torch.nn.Module) -> bool:
@@ -447,6 +517,10 @@ def acts_on_load(module: torch.nn.Module) -> bool:
     """
     if module._load_state_dict_post_hooks:  # noqa: SLF001 - there is no public way to tell
         return True
+    return _loads_itself(module)
+
+
+def _loads_itself(module: torch.nn.Module) -> bool:
     loaders = (getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict"))
     return any(not loader.__module__.startswith("torch.") for loader in loaders)
 
@@ -457,11 +531,13 @@ _EXTRA_STATE = "_extra_state"
 def _storages(tensors: Iterable[torch.Tensor]) -> set[tuple[torch.device, int]]:
     """The memory that tensors refer to; a wrapper refers to that of its inner tensors."""
     out: set[tuple[torch.device, int]] = set()
-    for tensor in map(memory_of, tensors):
-        if is_subclass(tensor):
-            out |= _storages(_inner_tensors(tensor))
-        elif tensor.layout == torch.strided:
-            out.add((tensor.device, tensor.untyped_storage().data_ptr()))
+    for tensor in tensors:
+        with suppress(Exception):  # what does not even tell its memory is refused by name when it is taken apart
+            local = memory_of(tensor)
+            if is_subclass(local):
+                out |= _storages(_inner_tensors(local))
+            elif local.layout == torch.strided:
+                out.add((local.device, local.untyped_storage().data_ptr()))
     return out
 
 
@@ -491,7 +567,7 @@ def _load_copies(label: str, module: torch.nn.Module, entries: dict[str, Any], c
     expected = {key: value for key in copies if isinstance(value := entries[key], torch.Tensor)}
     kept = {key: [t.clone() for t in _innermost(value)] for key, value in expected.items()}
     try:
-        module.load_state_dict(loaded, strict=not extra_only)
+        module.load_state_dict(_load_quant_states(module, loaded), strict=not extra_only)
     except RuntimeError as error:
         raise StateMismatch(
             f"{label}: its load_state_dict does not accept what its state_dict returned: {error}",
@@ -522,15 +598,20 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _optimizer(found: CollectedState, path: Path, optimizer: torch.optim.Optimizer, modules: Modules) -> None:
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    owners = [(p, m) for p, m in modules if mine <= {id(p) for p in m.parameters()}]
-    if not owners:
+    held = [(p, m, {id(p) for p in m.parameters()} & mine) for p, m in modules]
+    owners = [one for one in held if one[2] == mine][:1] or [one for one in held if one[2]]
+    lacking = len(mine) - len({each for *_, ids in owners for each in ids})
+    if lacking or not owners:
         raise UsageError(
-            f"the parameters of the optimizer {dotted(path)} are not those of a module of the state",
-            hint='pass the model too: {"model": model, "optimizer": optimizer}',
+            f"{lacking} of {len(mine)} parameters of the optimizer {dotted(path)} are in no module of the state",
+            hint='pass all models that it trains, each as an entry: {"model": model, "optimizer": optimizer}',
         )
     _check_optimizer(dotted(path), optimizer, mine)
-    found.owners[path], owner = owners[0]
-    names = {id(p): plain_name(owner, name) for name, p in owner.named_parameters()}
+    found.owners[path] = owner = _common([p for p, *_ in owners])
+    names: dict[int, str] = {}
+    for where, module, _ in owners:
+        for name, param in module.named_parameters():
+            names.setdefault(id(param), dotted((*where[len(owner) :], plain_name(module, name))))
     groups: list[OptimizerGroup] = []
     params: dict[str, torch.Tensor] = {}
     for group in optimizer.param_groups:
@@ -541,6 +622,12 @@ def _optimizer(found: CollectedState, path: Path, optimizer: torch.optim.Optimiz
     found.optimizers.setdefault(path, []).append(LiveOptimizer(optimizer, groups, params))
     for name, param in params.items():
         collect_states(found, (*path, "state", name), optimizer.state.get(param, {}))
+
+
+def _common(paths: Sequence[Path]) -> Path:
+    """The path of what contains all paths, or is the only one."""
+    first = paths[0]
+    return first[: next((i for i in range(len(first)) if any(p[i : i + 1] != first[i : i + 1] for p in paths)), None)]
 
 
 def _check_optimizer(label: str, optimizer: torch.optim.Optimizer, params: set[int]) -> None:
