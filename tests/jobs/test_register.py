@@ -640,3 +640,19 @@ def test_documents_tell_saves_of_equal_tensors_apart(tmp_path: Path, catalog: Ca
     (tmp_path / "checkpoint-2" / "latest").write_text("global_step5\n")
     (tmp_path / "checkpoint-2" / "notes.txt").write_text("good")
     assert open_checkpoint(tmp_path / "checkpoint-2").id == copy.id
+
+
+def test_a_step_that_is_given_counts_or_is_an_error(tmp_path: Path, catalog: Catalog) -> None:
+    """It names a checkpoint whose files have none, also one that is recorded; what files have is not overruled."""
+    place = tmp_path / "run" / "checkpoint-5"
+    place.mkdir(parents=True)
+    save_file({"w": np.ones(3, np.float32)}, place / "model.safetensors")
+    assert [e.step for e in register(place, catalog).entries] == [5]
+    assert [e.step for e in register(place, catalog, step=7).entries] == [7]
+    assert [e.step for e in register(place, catalog).entries] == [7]
+    other = foreign(tmp_path / "ds", 9)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"the files of .*global_step9 have the step 9, not 7"):
+            register(other, catalog, step=7)
+        assert [e.step for e in register(other, catalog, step=9).entries] == [9]
+    assert catalog.count("") == 2

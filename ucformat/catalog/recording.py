@@ -51,6 +51,7 @@ class Found:
         files: of a foreign checkpoint, the number of its files and their bytes.
         replace_config: of a foreign checkpoint, replace a recorded configuration (default: False).
         listing: a hash of the file listing, by which `register` recognises unchanged checkpoints.
+        replace_step: of a foreign checkpoint, replace a recorded step (default: False).
     """
 
     manifest: Manifest
@@ -60,6 +61,7 @@ class Found:
     files: tuple[int, int] | None = None
     replace_config: bool = False
     listing: str | None = None
+    replace_step: bool = False
 
 
 def record(
@@ -243,21 +245,23 @@ def _record_known(connection: Connection, serial: int, found: Found, stamp: Stam
         remove_digests(connection, serial)
         add_digests(connection, {serial: manifest.tensors})
     if found.kind != "ucformat":
-        _update_foreign(connection, serial, manifest, replace_config=found.replace_config)
+        _update_foreign(connection, serial, found)
     if found.run is not None and set_run(connection, serial, found.run, stamp.now):
         touch(connection, [serial])
 
 
-def _update_foreign(connection: Connection, serial: int, manifest: Manifest, *, replace_config: bool) -> None:
+def _update_foreign(connection: Connection, serial: int, found: Found) -> None:
     """Add what is missing of a foreign checkpoint: its reader may find more than the version that recorded it."""
+    manifest = found.manifest
     if manifest.config:
-        replaced = sa.true() if replace_config else Checkpoint.config_id.is_(None)
+        replaced = sa.true() if found.replace_config else Checkpoint.config_id.is_(None)
         update = sa.update(Checkpoint).where(Checkpoint.serial == serial, replaced)
         [config] = _configs(connection, [manifest.config])
         connection.execute(update.values(config_id=config))
     if manifest.step is not None:
-        unknown = (Checkpoint.serial == serial, Checkpoint.step.is_(None))
-        connection.execute(sa.update(Checkpoint).where(*unknown).values(step=manifest.step))
+        replaced = sa.true() if found.replace_step else Checkpoint.step.is_(None)
+        update = sa.update(Checkpoint).where(Checkpoint.serial == serial, replaced)
+        connection.execute(update.values(step=manifest.step))
     for name, value in manifest.metrics.items():
         keys = {"checkpoint": serial, "name": storable_text(name)}
         values = {"value": stored_metric(value), "measured": _created(manifest)}

@@ -37,7 +37,7 @@ class OpenedCheckpoint:
     """An opened checkpoint as it is recorded; plain data, which a worker process can send.
 
     `keys` are those of the files of a foreign one; a universal one's are all below its folder. `unread` are the files
-    in a foreign one's folder whose meaning is unknown.
+    in a foreign one's folder whose meaning is unknown, and `step` is the one in its files.
     """
 
     url: str
@@ -47,6 +47,7 @@ class OpenedCheckpoint:
     doc: CatalogDoc | None
     keys: tuple[str, ...] | None
     unread: tuple[str, ...] = ()
+    step: int | None = None
 
     def dump(self) -> str:
         """As JSON, for another process."""
@@ -66,7 +67,7 @@ class OpenedCheckpoint:
         manifest = Manifest.model_validate_json(found["manifest"])
         files = None if found["files"] is None else (int(found["files"][0]), int(found["files"][1]))
         keys = None if found["keys"] is None else tuple(found["keys"])
-        return cls(found["url"], found["kind"], manifest, files, doc, keys, tuple(found["unread"]))
+        return cls(found["url"], found["kind"], manifest, files, doc, keys, tuple(found["unread"]), found["step"])
 
 
 #: A place, its checkpoint or the reason why it cannot be opened, and how many places are left.
@@ -84,12 +85,13 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How to record: the run, whether a configuration was given, and whether failures are errors (`strict`)."""
+    """How to record: the run, what was given and replaces what is recorded, and whether failures are errors."""
 
     run: str | None = None
     replace_config: bool = False
     strict: bool = False
     trust: bool = False
+    replace_step: bool = False
 
 
 def record_all(
@@ -180,4 +182,4 @@ def _record(
 
 def _found(root: str, ck: OpenedCheckpoint, how: How, listings: Mapping[str, str]) -> Found:
     listing = listings.get(root) if same_url(root) == same_url(ck.url) else None
-    return Found(ck.manifest, ck.url, ck.kind, how.run, ck.files, how.replace_config, listing)
+    return Found(ck.manifest, ck.url, ck.kind, how.run, ck.files, how.replace_config, listing, how.replace_step)

@@ -264,7 +264,9 @@ def _open(root: str, options: Mapping[str, Any] | None, watch: Watch) -> OpenedC
         return OpenedCheckpoint(ck.home, ck.kind, ck.manifest, None, doc, None)
     infos = ck.files()
     files = (len(infos), sum(i.size for i in infos))
-    return OpenedCheckpoint(ck.home, ck.kind, _described(ck, infos), files, doc, ck.metadata.files, tuple(ck.unread))
+    return OpenedCheckpoint(
+        ck.home, ck.kind, _described(ck, infos), files, doc, ck.metadata.files, tuple(ck.unread), ck.manifest.step
+    )
 
 
 def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:

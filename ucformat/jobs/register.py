@@ -79,7 +79,8 @@ def register(
         recursive: search the trees; a folder that looks like a checkpoint and cannot be read is a failure, not an
             error.
         run: the run that they belong to (default: the folder that a checkpoint's folder is in).
-        step: the training step of one foreign checkpoint (default: that in its files, else in its name).
+        step: the training step of one foreign checkpoint whose files have none; it replaces one that is recorded
+            (default: that in its files, else in its name).
         config: the configuration of the training, in addition to that in the files of a foreign checkpoint.
         metrics: measured numbers by name, which replace those that are recorded.
         rescan: with `recursive`, also read known checkpoints. Otherwise a checkpoint is not opened if its files have
@@ -94,7 +95,8 @@ def register(
         progress: called with the checkpoints done and in all.
 
     Raises:
-        UsageError: `config` is given for a universal checkpoint, whose manifest has it.
+        UsageError: `config` or `step` is given for a universal checkpoint, whose manifest has it, or `step` for one
+            whose files have another.
         NotFound: one of the places is empty, or has no checkpoint.
     """
     where = Where.parse(on)
@@ -113,7 +115,7 @@ def register(
     if config or step is not None:
         opened = ((root, _with(found, config, step), left) for root, found, left in opened)
     listed = {t.url(folder): value for t in trees for folder, value in t.listings.items()}
-    how = How(run, replace_config=bool(config), strict=not recursive, trust=trust_documents)
+    how = How(run, bool(config), strict=not recursive, trust=trust_documents, replace_step=step is not None)
     done = record_all(catalog, opened, how, progress, listings=listed)
     for _, checkpoint in done.present if metrics else ():
         catalog.metric(checkpoint, metrics or {})
@@ -196,6 +198,11 @@ def _with(
         return UsageError(
             f"{found.url} is a universal checkpoint, and its manifest has the configuration and the step",
             hint="give --config and --step when it is made: `ucp convert SRC DST --config FILE`",
+        )
+    if step is not None and found.step not in (None, step):
+        return UsageError(
+            f"the files of {found.url} have the step {found.step}, not {step}",
+            hint="leave the step out: the one in the files counts",
         )
     update = {"config": with_config(found.manifest.config, config)}
     manifest = found.manifest.model_copy(update=update if step is None else {**update, "step": step})
