@@ -255,3 +255,8 @@ def test_tensors_of_pytorch(tmp_path: Path) -> None:
                 assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
                 assert torch.equal(found.to(torch.float64), wanted.to(torch.float64))
             assert tensor.numpy().tobytes() == tensor[...].tobytes()
+            if tensor.dtype.isbuiltin == 1:
+                assert np.from_dlpack(tensor).tobytes() == tensor[...].tobytes()
+            else:  # as docs/api.md tells
+                with pytest.raises(RuntimeError, match="Unsupported dtype in DLTensor"):
+                    np.from_dlpack(tensor)
