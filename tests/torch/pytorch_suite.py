@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 FILES = (
     "test_async_process_executor",
+    "test_compatibility",
     "test_dedup_tensors",
     "test_dtensor_checkpoint",
     "test_dtensor_resharding",

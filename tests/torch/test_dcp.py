@@ -512,3 +512,16 @@ def test_the_metadata_are_few_and_lazy(tmp_path: Path) -> None:
     assert "nothing" not in entries
     assert set(entries) == set(metadata.planner_data)
     assert json.dumps(sorted(map(str, entries)))
+
+
+def test_saves_and_loads_have_ids_as_those_of_the_stock_classes(tmp_path: Path) -> None:
+    writer, reader = ucf.Writer(tmp_path / "ck"), ucf.Reader(tmp_path / "ck")
+    before = writer.save_id
+    dcp.save({"a": torch.zeros(4)}, storage_writer=writer, no_dist=True)
+    found = reader.read_metadata().storage_meta
+    assert found is not None
+    assert before is None
+    assert found.save_id == writer.save_id == ucformat.open(tmp_path / "ck").id
+    assert found.load_id == reader.load_id
+    reader.reset()
+    assert reader.load_id != found.load_id

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader
@@ -79,6 +80,7 @@ class Reader(StorageReader):
         verify: Verify = "whole",
         threads: int | None = None,
     ) -> None:
+        self.load_id = uuid4().hex  #: another one after each `reset`, as that of FileSystemReader
         self.nbytes = 0  #: bytes that this rank read from storage in the last load
         self.bytes_unverified = 0  #: those of tensors whose checksums were not checked
         self._url = path
@@ -114,6 +116,7 @@ class Reader(StorageReader):
         """
         if checkpoint_id is not None:
             self._url = checkpoint_id
+        self.load_id = uuid4().hex
         self._entries = self._stock = None
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:  # noqa: ARG002 - `kwargs` would mean metadata by rank
@@ -139,7 +142,7 @@ class Reader(StorageReader):
         return Metadata(
             state_dict_metadata=cast("Any", self._entries),
             planner_data=_Paths(self._entries),
-            storage_meta=StorageMeta(checkpoint_id=ck.url),
+            storage_meta=StorageMeta(checkpoint_id=ck.url, save_id=ck.id or None, load_id=self.load_id),
             version=CURRENT_DCP_VERSION,
         )
 

@@ -163,9 +163,14 @@ class Writer(StorageWriter, BlockingAsyncStager):
             self.checkpoint_id = str(checkpoint_id)
         self.saved = None
 
+    @property
+    def save_id(self) -> str | None:
+        """The id of the last committed checkpoint, in the process that wrote it; None before."""
+        return None if self.saved is None else self.saved.id
+
     def storage_meta(self) -> StorageMeta:
         """Return the metadata of the storage, for DCP's planner."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
         """Record whether DCP plans with all ranks together.
