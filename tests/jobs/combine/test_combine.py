@@ -368,6 +368,22 @@ def test_tied_tensors_must_agree(tmp_path: Path) -> None:
         ucformat.average([tied[0], source(two)], tmp_path / "x")
 
 
+@pytest.mark.parametrize("names", [("e", "head"), ("e", "head", "third")])
+def test_tied_tensors_may_be_stored_under_any_of_their_names(tmp_path: Path, names: tuple[str, ...]) -> None:
+    values = [np.full((6, 4), value, np.float32) for value in (1, 2)]
+    stored = (names[0], names[-1])
+    inputs = [
+        source({name: array}, aliases={n: name for n in names if n != name})
+        for name, array in zip(stored, values, strict=True)
+    ]
+    for order in (inputs, inputs[::-1]):
+        ck = ucformat.average(order, tmp_path / order[0].names()[0])
+        assert dict(ck.aliases) == dict(order[0].aliases)
+        assert ck["e"][...].tobytes() == ck["head"][...].tobytes() == ((values[0] + values[1]) / 2).tobytes()
+    with pytest.raises(UsageError, match=r"tied in .*: .*other"):
+        ucformat.average([source({"e": values[0]}, aliases={"other": "e"}), inputs[0]], tmp_path / "x")
+
+
 def test_inputs_of_other_kinds_and_views(tmp_path: Path) -> None:
     """Masters of a DeepSpeed run, weights of another writer, and names of a view."""
     folder = foreign(tmp_path / "src", 1)

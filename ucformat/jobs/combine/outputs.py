@@ -32,7 +32,8 @@ class Output:
         info: the tensor.
         how: whether it is combined; `equal` in all inputs, which is checked, since it has no floating-point numbers,
             or numbers of float8 that need scales; or taken from the first.
-        inputs: the tensor in each input; those of adapters are found otherwise.
+        inputs: the tensor in each input, which may have it under another tied name; those of adapters are found
+            otherwise.
     """
 
     info: TensorInfo
@@ -70,9 +71,13 @@ def find_outputs(
     mine = {key: info for key, info in chosen.items() if not taken(key.name)}
     found: list[dict[Key, TensorInfo]] = [mine]
     for other in others:
-        theirs = {key: info for key, info in _chosen(other, states).items() if not taken(key.name)}
+        called = _called(first, other)
+        chosen_there = {
+            key._replace(name=called.get(key.name, key.name)): i for key, i in _chosen(other, states).items()
+        }
+        theirs = {key: info for key, info in chosen_there.items() if not taken(key.name)}
         _must_match(first, other, mine, theirs)
-        _must_be_tied_alike(first, other, taken)
+        _must_be_tied_alike(first, other, called, taken)
         found.append(theirs)
     for pattern, text in zip(patterns, take, strict=True):
         if not any(pattern.fullmatch(name) for ck in sources for name in (*ck.names(), *ck.aliases)):
@@ -150,8 +155,17 @@ def _must_match(
         raise UsageError(f"tensors of {first.home} and {other.home} differ in dtype: {listed}", hint=_HINT)
 
 
-def _must_be_tied_alike(first: Checkpoint, other: Checkpoint, taken: Callable[[str], bool]) -> None:
-    mine, theirs = ({a: n for a, n in ck.aliases.items() if not taken(a)} for ck in (first, other))
+def _called(first: Checkpoint, other: Checkpoint) -> dict[str, str]:
+    """The name under which the first input stores what another one stores under another of its tied names."""
+    names = ((name, first.aliases.get(name)) for name in other.names())
+    return {name: there for name, there in names if there is not None and other.aliases.get(there) == name}
+
+
+def _must_be_tied_alike(
+    first: Checkpoint, other: Checkpoint, called: dict[str, str], taken: Callable[[str], bool]
+) -> None:
+    renamed = {a: called.get(n, n) for a, n in other.aliases.items() if called.get(n) != a} | called
+    mine, theirs = ({a: n for a, n in aliases.items() if not taken(a)} for aliases in (first.aliases, renamed))
     if mine != theirs:
         names = sorted(a for a in mine.keys() | theirs.keys() if mine.get(a) != theirs.get(a))
         raise UsageError(
