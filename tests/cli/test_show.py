@@ -11,6 +11,7 @@ from tests.cli.conftest import object_of
 from tests.fakes import ODD, FakeSource, random_array
 from ucformat.checkpoint import Checkpoint
 from ucformat.cli.commands.show import _list
+from ucformat.format import small
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.jobs.convert import convert
 from ucformat.storage.local import LocalStore
@@ -46,7 +47,7 @@ def test_json_has_everything(run: Run, committed: Path) -> None:
     assert list(found) == [
         "url", "kind", "id", "step", "engine", "layout", "parameters", "dtypes", "whole", "outdated", "states", "total",
         "unreadable", "aliases", "groups", "objects", "per_rank", "assets", "unread",
-        "zarr_url", "hf_url", "unprotected", "catalog",
+        "zarr_url", "hf_url", "packed", "unprotected", "catalog",
     ]  # fmt: skip
     assert found["kind"] == "ucformat"
     assert found["step"] == 1700
@@ -228,3 +229,17 @@ def test_one_that_is_deleted_or_purged_is_shown_too(run: Run, catalog: Path, ent
     assert lines[0] == object_of(run("show", "run7@2000", "--json").stdout)["id"]
     assert "  state     purged" in lines
     assert run("show", "run7@2001", code=3).stdout == ""
+
+
+def test_it_says_what_is_packed_beside_arrays(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "MOST_SMALL_ARRAYS", 2)
+    monkeypatch.setattr(small, "SMALL_BYTES", 100)
+    arrays = {(f"n{i}", "weight"): random_array((4,), "float32", i) for i in range(3)}
+    arrays["large", "weight"] = random_array((100,), "float32", 3)
+    place = tmp_path / "ck"
+    convert(Checkpoint(FakeSource.write(LocalStore(tmp_path / "src"), arrays)), place)
+    assert "  packed    3 tensors, 48 B: no arrays of Zarr; `ucp materialize` makes them" in run("show", place).stdout
+    assert object_of(run("show", place, "--json").stdout)["packed"] == {"tensors": 3, "bytes": 48}
+    run("materialize", place)
+    assert "  packed  " not in run("show", place).stdout
+    assert object_of(run("show", place, "--json").stdout)["packed"] is None

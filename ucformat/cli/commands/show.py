@@ -11,6 +11,7 @@ import click
 from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, STATES, VIEW, command
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, field, plural, shape_text, table
+from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import PART_OF
 
 if TYPE_CHECKING:
@@ -153,8 +154,19 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "unread": dict(ck.unread),
         "zarr_url": ck.zarr_url,
         "hf_url": ck.hf_url,
+        "packed": _packed(ck),
         "unprotected": list(unprotected(ck)),
     }
+
+
+def _packed(ck: Checkpoint) -> dict[str, int] | None:
+    """How many tensors of a universal checkpoint are in packed files of its own, and their bytes; None if none are."""
+    manifest = ck.manifest
+    if ck.universal is None or ck.viewed or (manifest.sidecar is not None and manifest.sidecar.sources):
+        return None
+    packed = [Key(t.name, t.state) for t in manifest.tensors if t.path is None]
+    found = [ck.tensors[key] for key in packed if not (ck.hf_url and key.state == "weight")]
+    return {"tensors": len(found), "bytes": sum(info.nbytes for info in found)} if found else None
 
 
 def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
@@ -180,6 +192,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "unread": None,
         "zarr_url": None,
         "hf_url": None,
+        "packed": None,
         "unprotected": None,
     }
 
@@ -238,6 +251,9 @@ def _describe(s: Mapping[str, Any], known: Recorded | None) -> Iterator[str]:
     for label, text in shown.items():
         if text:
             yield from field(label.replace("_", " "), text, width)
+    if s["packed"]:
+        amount = f"{plural(s['packed']['tensors'], 'tensor')}, {bytes_text(s['packed']['bytes'])}"
+        yield from field("packed", f"{amount}: no arrays of Zarr; `ucp materialize` makes them", width)
     for name in s["outdated"] or ():
         yield from field("outdated", f"{name} has the sizes of the whole model, not of the view", width)
     for place in s["unprotected"] or ():
