@@ -112,6 +112,11 @@ def test_names_that_an_archive_confuses_are_refused(names: tuple[str, ...], tmp_
     assert loaded(tmp_path / "x").keys() == set(names)
 
 
+def test_an_array_of_as_many_dims_as_numpy_has(tmp_path: Path) -> None:
+    export(opened(tmp_path / "s", {("w", "weight"): np.ones((1,) * 64, "f4")}), tmp_path / "w.npz", "npz")
+    assert loaded(tmp_path / "w.npz")["w"].shape == (1,) * 64
+
+
 def test_arrays_can_be_mapped_to_memory(tmp_path: Path) -> None:
     export(opened(tmp_path / "src", SHAPES), tmp_path / "x", "npy")
     mapped = np.load(tmp_path / "x/large.npy", mmap_mode="r")
