@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import IntegrityError, NotFound, UcformatError, UsageError
+from ucformat.errors import IntegrityError, NotACheckpoint, NotFound, UcformatError, UsageError
 from ucformat.settings import allowed_roots
 from ucformat.storage.url import as_strings, split_url
 from ucformat.storage.watched import WatchedStore
@@ -143,6 +143,8 @@ def _opened_recorded(
     """Open a place that the catalog has recorded; where nothing is left, the error has the command that forgets it."""
     try:
         return _opened(url, roots, options, watch)
+    except NotACheckpoint:  # something else is there, or what a writer has left
+        raise
     except NotFound as error:
         hint = f"mount its disk; or, if the checkpoint no longer exists: ucp reindex {url} --forget"
         raise NotFound(error.message, hint=hint) from error

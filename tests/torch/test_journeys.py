@@ -132,9 +132,18 @@ from transformers import LlamaForCausalLM
 tensors = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained("base"), "out").state_dict()
 """
 _OF_ACCELERATE = f"""
-from accelerate import load_checkpoint_in_model
+from accelerate import Accelerator
 {_NET}
-load_checkpoint_in_model(net, "out")
+state = torch.load("whole.pt")
+torch.save(state["optimizer"], "out/optimizer.bin")
+torch.save(state["object"], "out/custom_checkpoint_0.pkl")
+accelerator = Accelerator(cpu=True)
+optimizer = torch.optim.AdamW(net.parameters())
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+net, optimizer = accelerator.prepare(net, optimizer)
+accelerator.register_for_checkpointing(scheduler)
+accelerator.load_state("out")
+assert scheduler.last_epoch == 6 and len(optimizer.state_dict()["state"]) == 3
 tensors = net.state_dict()
 """
 _OF_LIGHTNING = """
@@ -186,7 +195,7 @@ JOURNEYS = {
     "accelerate": Journey(
         "huggingface.md",
         (("loop.py", "before 2"), ("loop.py loop/2", "after 1"), ("loop.py loop/4", "")),
-        ("export safetensors {last} out", _OF_ACCELERATE),
+        ("export safetensors {last} out; export torch --nested {last} whole.pt", _OF_ACCELERATE),
         modules=("accelerate",),
         metric=True,
     ),
@@ -271,7 +280,8 @@ def test_a_guide_as_it_is_lived(tmp_path: Path, name: str) -> None:
 
     last = table(folder)[0]["urls"][0]
     words, program = journey.loads
-    told(folder, *words.format(last=last).split())
+    for command in words.format(last=last).split("; "):
+        told(folder, *command.split())
     (folder / "load.py").write_text(f"{program}\nimport torch\ntorch.save(dict(tensors), 'loaded.pt')\n")
     fork(0, ["load.py"], folder / "log.txt", journey.modules, cwd=folder)
     loaded = torch.load(folder / "loaded.pt", weights_only=True)
