@@ -42,6 +42,7 @@ class Journey:
         loads: what is exported, `{last}` being the last checkpoint, and a program that loads it into `tensors`.
         changes: what a user changes in the program.
         modules: what the program imports.
+        around: what the lines of a guide that has no program need to be `train.py`.
         before: a program that writes what the training begins with.
         metric: whether the program records its loss, or it is added by `ucp metric`.
         reindex: whether nothing records what was committed by a program that was killed.
@@ -53,6 +54,7 @@ class Journey:
     loads: tuple[str, str]
     changes: dict[str, str] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
+    around: str = ""
     before: str = ""
     metric: bool = False
     reindex: bool = False
@@ -71,6 +73,9 @@ class Journey:
             of_mine = self.changes.items() if self.runs[0][0].startswith(name) else ()
             assert all(old in code for old, _ in of_mine), self.page
             (folder / name).write_text(reduce(lambda text, change: text.replace(*change), of_mine, code))
+        if self.around:
+            lines = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+            (folder / "train.py").write_text(f"{self.around}\n{lines}")
         if self.before:
             (folder / "before.py").write_text(self.before)
             fork(0, ["before.py"], folder / "log.txt", self.modules, cwd=folder)
@@ -79,7 +84,7 @@ class Journey:
         """What one run printed; it fails unless it ends as it should."""
         (log := folder / "log.txt").unlink(missing_ok=True)
         argv = [*(["-m", "tests.torch.killed", *kill.split()] if kill else []), *command.split()]
-        more = environment({"PYTHONSAFEPATH": "", **env})
+        more = environment({"PYTHONSAFEPATH": "", "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", **env})
         program = Program(argv, more, [str(log)], ranks=ranks, cwd=str(folder), modules=self.modules)
         codes = forked(sys.executable, MODULES, program, PATIENCE)
         text = log.read_text()
@@ -158,6 +163,50 @@ _OF_NUMPY = """
 import numpy, torch
 tensors = {name: torch.from_numpy(array) for name, array in numpy.load("out/model.npz").items()}
 """
+#: What the lines of DeepSpeed's guide need, and stock DeepSpeed too.
+_ENGINE = """
+import os, socket, sys
+import deepspeed, torch
+import torch.distributed as dist
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Embedding(1003, 32), torch.nn.Linear(32, 1003))
+
+    def forward(self, tokens):
+        loss = torch.nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+        dist.all_reduce(mean := loss.detach().clone())
+        if dist.get_rank() == 0:
+            print(f"step {engine.global_steps + 1}: loss {mean.item() / dist.get_world_size():.6f}", flush=True)
+        return loss
+
+
+def batch(step):
+    tokens = torch.randint(1003, (12, 16), generator=torch.Generator().manual_seed(step + 1))
+    return tokens[dist.get_rank() :: dist.get_world_size()]
+
+
+if "RANK" not in os.environ:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+stage, resume = int(sys.argv[1]) if len(sys.argv) > 1 else 2, sys.argv[2] if len(sys.argv) > 2 else None
+adam = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+config = {"train_batch_size": 12, "zero_optimization": {"stage": stage}, "optimizer": adam}
+steps, every, folder = 6, 2, "run"
+torch.manual_seed(0)
+deepspeed.init_distributed("gloo")
+model = Net()
+"""
+_OF_DEEPSPEED = f"""
+{_ENGINE}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+engine.load_checkpoint("out")
+assert engine.global_steps == 6
+tensors = engine.module.state_dict()
+"""
 _ADAPTED = """MyTrainer(
     get_peft_model(
         LlamaForCausalLM.from_pretrained("base"), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -211,6 +260,13 @@ JOURNEYS = {
         modules=("lightning.pytorch", "ucformat.torch.integrations.lightning"),
         metric=True,
     ),
+    "deepspeed": Journey(
+        "deepspeed.md",
+        (("train.py 1", "before 2"), ("train.py 2 run/2", "after 1"), ("train.py 3 run/4", "")),  # ZeRO stages, too
+        ("export deepspeed {last} out --world 1 --stage 2", _OF_DEEPSPEED),
+        modules=("tests.engines.beside", "ucformat.torch.deepspeed"),
+        around=_ENGINE,
+    ),
     "torchtitan": Journey(
         "torchtitan.md",
         (("train.py run", "before 2"), ("train.py run", "after 1"), ("train.py run", "")),
@@ -253,7 +309,11 @@ JOURNEYS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.matrix] if j.slow else []) for n, j in JOURNEYS.items()]
+    "name",
+    [
+        pytest.param(n, marks=[*[pytest.mark.matrix] * j.slow, *[pytest.mark.engine] * bool(j.around)])
+        for n, j in JOURNEYS.items()
+    ],
 )
 def test_a_guide_as_it_is_lived(tmp_path: Path, name: str) -> None:
     journey, folder = JOURNEYS[name], tmp_path / "lived"
