@@ -5,15 +5,20 @@ Each is refused before its tensors are read; what programs do with names of shar
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 
 import ucformat
+from tests.fakes import manifest_file
 from tests.sources.torch_files import dictionary, save, storage, tensor
 from ucformat.cli.main import ucp
 from ucformat.errors import IntegrityError, UnsafeError
@@ -21,7 +26,7 @@ from ucformat.format.extents import extent_problems
 from ucformat.format.sidecar import NO_BLOCK, Columns, Sidecar
 from ucformat.reading.repeats import are_repeated, repeated_bytes
 from ucformat.schema.limits import FREE_READS, MOST_READS
-from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
+from ucformat.schema.manifest import MANIFEST, SidecarDoc, SourceFileDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.sources.orbax import ocdbt
 from ucformat.sources.orbax.ocdbt import read_ocdbt
@@ -31,7 +36,6 @@ from ucformat.storage.strided import checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -122,6 +126,92 @@ def chunks_of_a_shard(folder: Path, count: int) -> None:
     (folder / "w" / "c" / "0").write_bytes(bytes(MIB) + index + checksum(memoryview(index)).to_bytes(4, "little"))
 
 
+def universal(folder: Path, change: Callable[[dict[str, Any]], None], *, virtual: bool = False) -> None:
+    """A universal checkpoint of two files of a MiB, whose manifest somebody changed who knows the format."""
+    source = folder.parent / "source"
+    source.mkdir(exist_ok=True)
+    save_file({"w": np.ones(MIB >> 2, np.float32)}, source / "model.safetensors")
+    (source / "tokenizer.model").write_bytes(bytes(MIB))
+    ucformat.convert(source, folder, virtual=virtual, unprotected=virtual)
+    document = json.loads((folder / MANIFEST).read_text())
+    change(document)
+    (folder / MANIFEST).write_bytes(manifest_file(document))
+
+
+def assets_of_one_file(folder: Path, count: int) -> None:
+    def change(document: dict[str, Any]) -> None:
+        one = document["assets"]["tokenizer.model"]
+        document["assets"] |= {f"{n}.model": one for n in range(count - 1)}
+
+    universal(folder, change)
+
+
+def arrays_in_one_folder(folder: Path, count: int) -> None:
+    def change(document: dict[str, Any]) -> None:
+        table = document["tensors"]
+        path = f"{table['kinds'][0]['path']}/w"
+        table["names"] = [f"w{n}" for n in range(count)]
+        table["name"], table["kind"], table["digest"] = list(range(count)), [0] * count, table["digest"] * count
+        table["path"] = {str(n): path for n in range(count)}
+
+    universal(folder, change)
+
+
+def states_in_one_folder(folder: Path, count: int) -> None:
+    def change(document: dict[str, Any]) -> None:
+        table = document["tensors"]
+        table["kinds"] = [{**table["kinds"][0], "state": f"s{n}"} for n in range(count)]
+        table["name"], table["kind"], table["digest"] = [0] * count, list(range(count)), table["digest"] * count
+
+    universal(folder, change)
+
+
+def roots_of_one_file(folder: Path, count: int) -> None:
+    """Its root under all the names that it has, of a file that is compared with a digest."""
+
+    def change(document: dict[str, Any]) -> None:
+        (root,), (source,) = document["sidecar"]["roots"], document["sidecar"]["sources"]
+        source["digest"] = "sha256:" + hashlib.sha256((Path(root) / "model.safetensors").read_bytes()).hexdigest()
+        spelled = (root, f"{root}/", f"file://{root}", f"file://localhost{root}/.", f"{root}/x/..", f"/.{root}")
+        document["sidecar"]["roots"] = [spelled[n % len(spelled)] for n in range(count)]
+        named = [{**source, "path": f"roots/{n}/model.safetensors"} for n in range(count)]
+        document["sidecar"]["sources"] = named
+
+    universal(folder, change, virtual=True)
+
+
+OF_MANIFESTS = [assets_of_one_file, arrays_in_one_folder, states_in_one_folder, roots_of_one_file]
+
+
+@pytest.mark.parametrize("make", OF_MANIFESTS)
+def test_manifests_that_name_a_file_again_and_again(
+    make: Callable[[Path, int], None], tmp_path: Path, counting: Callable[[Path], Counting]
+) -> None:
+    """Every command refuses them before it reads the file; a few names of one file are not refused."""
+    folder = tmp_path / "src"
+    make(folder, OFTEN)
+    store = counting(folder)
+    for use in (ucformat.open, problems_of, lambda place: ucformat.copy(place, tmp_path / "to")):
+        store.nbytes = 0
+        with pytest.raises(IntegrityError, match="so often that it is far more than it has"):
+            use(store)
+        assert store.nbytes < MIB
+    for line in (
+        ["show", folder],
+        ["verify", folder],
+        ["get", folder, "w", "-o", tmp_path / "out.npy"],
+        ["convert", folder, tmp_path / "out"],
+        ["copy", folder, tmp_path / "out"],
+        ["export", "safetensors", folder, tmp_path / "out"],
+    ):
+        done = CliRunner().invoke(ucp, list(map(str, line)))
+        assert done.exit_code
+        assert "far more than it has" in done.output
+        assert "Traceback" not in done.output
+    make(tmp_path / "few", MOST_READS)
+    assert ucformat.open(tmp_path / "few").tensors
+
+
 MAKERS = [views_in_torch_save, items_of_dcp, chunks_of_a_shard]
 
 
@@ -150,7 +240,7 @@ def test_what_names_a_byte_again_and_again_is_refused_before_it_is_read(
         assert "Traceback" not in done.output
 
 
-def problems_of(ck: ucformat.Checkpoint) -> None:
+def problems_of(ck: Any) -> None:
     for problem in ucformat.verify(ck).problems:
         raise IntegrityError(problem.reason)
 
@@ -194,18 +284,32 @@ def test_values_of_ocdbt_at_one_place(tmp_path: Path, monkeypatch: pytest.Monkey
         read_ocdbt(store, "", sizes)
 
 
-@pytest.mark.parametrize(("file", "strides"), [("roots/0/m.bin", 1), ("data/x/rank0.bin", 1), ("roots/0/m.bin", 0)])
-def test_extents_without_checksums(file: str, strides: int) -> None:
+@pytest.mark.parametrize(
+    ("file", "strides", "spread"),
+    [
+        ("roots/0/m.bin", 1, False),
+        ("data/x/rank0.bin", 1, False),
+        ("roots/0/m.bin", 0, False),
+        ("roots/0/m.bin", 1, True),
+    ],
+)
+def test_extents_without_checksums(file: str, strides: int, *, spread: bool) -> None:
     for count, refused in ((MOST_READS, False), (OFTEN, True)):
         zeros, each = np.zeros(count, np.int64), np.full(count, MIB)
         columns = Columns(
             tensor=np.arange(count), file=zeros, offset=zeros, block_offset=zeros + NO_BLOCK, block_nbytes=zeros,
             crc32c=zeros, start=zeros, shape=each, strides=zeros + strides,
         )  # fmt: skip
-        source = SourceFileDoc(path="roots/0/m.bin", nbytes=MIB, modified=None, etag=None, digest=None)
-        doc = SidecarDoc(path="data/x", nbytes=1, digest="sha256:" + "0" * 64, roots=("file:///a",), sources=(source,))
+        files: tuple[str, ...] = (file,)
+        roots: tuple[str, ...] = ("file:///a",)
+        if spread:  # the same file below roots of its folder and those above
+            columns = replace(columns, file=np.arange(count))
+            roots = tuple("file:///a" + "/b" * (n % 9) for n in range(count))
+            files = tuple(f"roots/{n}/{'b/' * (8 - n % 9)}m.bin" for n in range(count))
+        sources = tuple(SourceFileDoc(path=f, nbytes=MIB, modified=None, etag=None, digest=None) for f in files)
+        doc = SidecarDoc(path="data/x", nbytes=1, digest="sha256:" + "0" * 64, roots=roots, sources=sources)
         table = TensorTable.of(TensorDoc(f"t{n}", "weight", "uint8", (MIB,)) for n in range(count))
-        found = list(extent_problems(doc, table, Sidecar(columns, (file,), np.ones(count, np.int64), None)))
+        found = list(extent_problems(doc, table, Sidecar(columns, files, np.ones(count, np.int64), None)))
         assert bool(found) == refused
         assert all("far more than it has" in problem.reason for problem in found)
 

@@ -16,7 +16,7 @@ from ucformat.format.chunking import CHECKSUM_BYTES
 from ucformat.format.described import packed_file
 from ucformat.format.encoding import unwritable
 from ucformat.format.sidecar import NO_BLOCK, block_of, decode
-from ucformat.format.structure import MOUNT, Problem, manifest_problems
+from ucformat.format.structure import MOUNT, Problem, manifest_problems, place_of
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, TensorInfo
 from ucformat.reading.execute import place_checksum
@@ -119,7 +119,7 @@ def extent_problems(doc: SidecarDoc, tensors: TensorTable, sidecar: Sidecar) -> 
                 box = "[" + ", ".join(_interval(c, d) for d in range(ends[row] - ndims[c.tensor[row]], ends[row])) + "]"
                 wrong.setdefault(int(c.tensor[row]), f"{reason.format(file=sidecar.files[c.file[row]][:200])}: {box}")
     if not wrong:
-        for row, reason in _repeated(sidecar, stops, read, sizes):
+        for row, reason in _repeated(sidecar, stops, read, sizes, doc.roots):
             wrong.setdefault(int(c.tensor[row]), reason.format(file=sidecar.files[c.file[row]][:200]))
     for number, reason in sorted(wrong.items()):
         tensor = tensors[number]
@@ -194,21 +194,28 @@ def _impossible(
 
 
 def _repeated(
-    sidecar: Sidecar, stops: NDArray[np.int64], read: NDArray[np.float64], sizes: NDArray[np.int64]
+    sidecar: Sidecar,
+    stops: NDArray[np.int64],
+    read: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    roots: Sequence[str],
 ) -> Iterator[tuple[int, str]]:
     """Rows of files whose bytes are named so often that reading all tensors would read far more than the files have."""
     c = sidecar.columns
+    numbers: dict[str, int] = {}  # of each file: that of the first at the same place
+    places = (place_of(f, roots) if f.startswith(MOUNT) else f for f in sidecar.files)
+    files = np.array([numbers.setdefault(place, n) for n, place in enumerate(places)], np.int64)[c.file]
     total = np.zeros(len(sidecar.files))
-    np.add.at(total, c.file, read)
+    np.add.at(total, files, read)
     for n in np.flatnonzero(total > MOST_READS * sizes.astype(np.float64) + FREE_READS).tolist():
-        yield int(np.argmax((c.file == n) & (read > 0))), _REPEATED
+        yield int(np.argmax((files == n) & (read > 0))), _REPEATED
     own = np.array([not name.startswith(MOUNT) for name in sidecar.files], np.bool_)[c.file]
     checked = (c.block_offset != NO_BLOCK) | sidecar.tiled
     rows = np.flatnonzero((checked | own) & (stops > 0))
     if not len(rows):
         return
     begins = np.where(checked[rows] & ~sidecar.tiled[rows], c.block_offset[rows], c.offset[rows])
-    ranges = np.stack([c.file[rows], begins, stops[rows], c.tensor[rows]], axis=1)
+    ranges = np.stack([files[rows], begins, stops[rows], c.tensor[rows]], axis=1)
     ranges, first = np.unique(ranges, axis=0, return_index=True)  # sorted by file and offset
     rows = rows[first]
     file, begin, stop, _ = ranges.T

@@ -6,10 +6,13 @@ reports both. Readers check that extents cover a tensor for the tensors that the
 
 from __future__ import annotations
 
+import posixpath
 import re
+from collections import Counter
 from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import unquote
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,12 +23,22 @@ from ucformat.format.digest import own_digest, with_own_digest
 from ucformat.format.encoding import unwritable
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import is_tombstone
-from ucformat.schema.limits import MAX_ARRAY_DIMS, MAX_DEPTH, MAX_DIMS, MAX_EDGE, MAX_SHARDS, check_json
+from ucformat.schema.limits import (
+    MAX_ARRAY_DIMS,
+    MAX_DEPTH,
+    MAX_DIMS,
+    MAX_EDGE,
+    MAX_SHARDS,
+    MAX_SPAN,
+    MOST_READS,
+    check_json,
+)
 from ucformat.schema.manifest import FORMAT_VERSION, MANIFEST, Manifest, is_of_unknown_kind
 from ucformat.schema.values import loads
+from ucformat.storage.base import ByteRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.schema.manifest import PerRankDoc, SidecarDoc
     from ucformat.schema.tensors import KindDoc, TensorTable
@@ -40,6 +53,7 @@ __all__ = [
     "manifest_problems",
     "parse_manifest",
     "per_rank_problems",
+    "place_of",
     "read_manifest",
     "refuse",
 ]
@@ -47,6 +61,7 @@ __all__ = [
 #: Prefix of the keys of files that are in other checkpoints.
 MOUNT = "roots/"
 
+_DIGITS = 10  # the number of a root has fewer
 _NAMED = 5  # problems that an error names
 _RANGE_BYTES = 22  # of the values of a rank, at least: `{}`, its checksum, and its entry in the index
 
@@ -263,6 +278,7 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
         yield from per_rank_problems(manifest.per_rank)
     if manifest.sidecar is not None:
         yield from _sources(manifest.sidecar)
+    yield from _repeated(manifest)
 
 
 def _table_problems(table: TensorTable, *, has_sidecar: bool) -> Iterator[Problem]:
@@ -321,11 +337,40 @@ def per_rank_problems(doc: PerRankDoc) -> Iterator[Problem]:
         yield Problem(MANIFEST, f"the manifest has files with the values of {end} ranks, and {doc.ranks} ranks")
 
 
+def place_of(path: str, roots: Sequence[str]) -> str:
+    """Where a file of another checkpoint is, the same for all spellings of its root and for roots in one another.
+
+    Args:
+        path: its key, `roots/<n>/…`.
+        roots: the urls of the roots.
+    """
+    number, _, key = path.removeprefix(MOUNT).partition("/")
+    known = number.isdecimal() and len(number) < _DIGITS and int(number) < len(roots)
+    scheme, _, rest = (roots[int(number)] if known else f"{MOUNT}{number}").rpartition("://")
+    rest = rest.removeprefix("localhost") if scheme else rest
+    return f"{scheme.lower() or 'file'}://{posixpath.normpath(f'{unquote(rest)}/{key}')}"
+
+
+def _repeated(manifest: Manifest) -> Iterator[Problem]:
+    """Files that are named so often that reading one for each name would read far more than it has."""
+    named = [(doc.path, doc.nbytes) for doc in manifest.files]
+    if manifest.sidecar is not None:
+        sources = (s for s in manifest.sidecar.sources if s.digest is not None)
+        named += ((place_of(s.path, manifest.sidecar.roots), s.nbytes) for s in sources)
+    named += manifest.tensors.shared_folders()
+    if max(Counter(path for path, _ in named).values(), default=0) > MOST_READS:
+        from ucformat.reading.repeats import first_repeated
+
+        path = first_repeated(ByteRange(path, 0, min(nbytes, MAX_SPAN)) for path, nbytes in named)
+        if path is not None:
+            yield Problem(MANIFEST, f"the manifest names {path[:200]!r} so often that it is far more than it has")
+
+
 def _sources(doc: SidecarDoc) -> Iterator[Problem]:
     seen = set()
     for source in doc.sources:
         number, _, key = source.path.removeprefix(MOUNT).partition("/")
-        valid = source.path.startswith(MOUNT) and number.isdecimal() and len(number) < 10 and bool(key)
+        valid = source.path.startswith(MOUNT) and number.isdecimal() and len(number) < _DIGITS and bool(key)
         if not valid or int(number) >= len(doc.roots):
             yield Problem(MANIFEST, f"the source {source.path[:200]!r} is not below a root that the manifest lists")
         elif source.path in seen:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -262,6 +263,20 @@ class TensorTable(BaseModel):
             state: the state.
         """
         return next((row for row in self.rows(name) if self.kinds[self.kind[row]].state == state), None)
+
+    def shared_folders(self) -> Iterator[tuple[str, int]]:
+        """The folders that several arrays have: each as often as it is one's, with the bytes of that array."""
+        paths = {path: n for n, path in enumerate(dict.fromkeys(kind.path for kind in self.kinds))}
+        keys = list(map(add, map(len(paths).__mul__, self.name), self.by_kind(lambda kind: paths[kind.path])))
+        if None in paths:
+            keys = [key for key in keys if key % len(paths) != paths[None]]
+        if not self.path and (all(map(lt, keys, islice(keys, 1, None))) or len(set(keys)) == len(keys)):
+            return
+        folders = [self.folder(row) for row in range(len(self))]
+        counts = Counter(folders)
+        for folder, nbytes in zip(folders, self.by_kind(lambda kind: kind.nbytes), strict=True):
+            if folder is not None and counts[folder] > 1:
+                yield folder, nbytes
 
     def repeated(self) -> list[int]:
         """The numbers of the tensors whose name and state are those of an earlier one."""
