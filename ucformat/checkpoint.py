@@ -302,6 +302,14 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
         return MappingProxyType(find_unread(self.foreign))
 
+    @property
+    def missing(self) -> Sequence[str]:
+        """Files that a foreign checkpoint lacks although its program always writes them, such as `scheduler.pt`.
+
+        What there is can be read without them, and a training that continues from it would lack their state.
+        """
+        return self.metadata.missing
+
     @cached_property
     def training_info(self) -> TrainingInfo:
         """The configuration, metrics and run in the checkpoint's files; of a universal one, in its manifest."""

@@ -274,6 +274,22 @@ class TestWhichNames:
         ck = open_value(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
         assert list(ck.metadata.groups[0]["params"]) == ["1.weight", "1.bias", "2.weight", "2.bias"]
 
+    @pytest.mark.parametrize("named", [True, False])
+    def test_an_order_that_no_shape_contradicts(self, tmp_path: Path, *, named: bool) -> None:
+        """Without names the order of the module is assumed, as torch does; in two groups of one shape it is unknown."""
+        net = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(3)])
+        back = list(net.named_parameters())[::-1]
+        optimizer = torch.optim.SGD(back if named else [p for _, p in back], lr=0.1, momentum=0.9)
+        value = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        order = ["2.weight", "1.weight", "0.weight"]
+        ck = open_value(tmp_path, value)
+        assert list(ck.metadata.groups[0]["params"]) == (order if named else order[::-1])
+        told = open_checkpoint(tmp_path / "m" / "checkpoint.pt", options={"groups": [order]})
+        assert list(told.metadata.groups[0]["params"]) == order
+        groups = [{"params": [n]} for n in range(3)]
+        value["optimizer"] = {"state": {n: {"m": torch.zeros(4, 4)} for n in range(3)}, "param_groups": groups}
+        assert open_value(tmp_path, value).objects["unnamed"] == ["optimizer"]
+
     def test_an_optimizer_alone(self, tmp_path: Path) -> None:
         _, optimizer = trained()
         ck = open_value(tmp_path, optimizer.state_dict())

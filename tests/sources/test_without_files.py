@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ucformat
+from tests.cli.conftest import object_of, run
 from tests.fakes import same
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import MissingData, NotACheckpoint, NotFound, UnsupportedError, UsageError
@@ -20,6 +21,10 @@ torch = pytest.importorskip("torch")
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from tests.cli.conftest import Run
+
+__all__ = ["run"]  # the fixture
 
 DATA = Path(__file__).parents[1] / "data"
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 1234567\n"
@@ -60,6 +65,17 @@ class TestOptimizerFiles:
         assert {state for _, state in ck.tensors} == {"weight"}
         made = ucformat.convert(ck, tmp_path / "made")
         assert all(same(made[n][...], whole[n]) for n in whole)
+
+    @pytest.mark.parametrize(
+        ("name", "file"), [("tp2-dp2-z1", "mp_rank_01_model"), ("tp2-dp2-z3", "rank_1_mp_rank_01_optim")]
+    )
+    def test_of_files_that_hold_weights_nothing_is_promised(self, tmp_path: Path, name: str, file: str) -> None:
+        place = copied(tmp_path, f"deepspeed/{name}") / "ckpt"
+        for path in place.rglob(f"*{file}_states.pt"):
+            path.unlink()
+        with pytest.raises(MissingData, match=r"_states\.pt is missing") as error:
+            ucformat.open(place)
+        assert "the weights are whole" not in hint(error)
 
     def test_a_checkpoint_that_has_them_is_opened_without(self) -> None:
         for name in ("tp2-z0", "tp2-dp2-z1", "universal-tp2"):
@@ -121,6 +137,43 @@ def test_latest_without_its_folder(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="there is no such folder") as error:
         ucformat.open(place)
     assert f"for weights alone open {place}/model.safetensors" in hint(error)
+
+
+class TestFilesOfTrainer:
+    """Those that it always writes, and without which everything else can be read."""
+
+    @pytest.mark.parametrize("name", ["trainer", "trainer_bf16", "trainer_fsdp", "trainer_zero2", "trainer_adapter"])
+    def test_they_are_named(self, tmp_path: Path, name: str, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+        place = copied(tmp_path, f"huggingface/{name}") / "ckpt"
+        assert not ucformat.open(place).missing
+        (place / "trainer_state.json").unlink()
+        assert ucformat.open(place).missing == ("trainer_state.json",)
+        for file in [*place.glob("scheduler.pt"), *place.glob("rng_state*")]:
+            file.unlink()
+        here = ("trainer_state.json", "scheduler.pt", "rng_state.pth")
+        wanted = here[:1] if name == "trainer_zero2" else here  # whose engine has the optimizer and its scheduler
+        assert ucformat.open(place).missing == wanted
+        shown = run("show", place)
+        assert all(f"missing   {file}" in shown.stdout for file in wanted)
+        assert object_of(run("show", place, "--json").stdout)["missing"] == list(wanted)
+        made = ucformat.convert(place, tmp_path / "made")
+        assert ", ".join(wanted) in caplog.text
+        assert not made.missing
+        if name != "trainer_zero2":
+            assert ucformat.open(place, options={"optimizer": False}).missing == wanted
+
+    def test_without_an_optimizer_there_is_neither_scheduler_nor_generator(self, tmp_path: Path) -> None:
+        place = copied(tmp_path, "huggingface/trainer") / "ckpt"
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):  # as with `save_only_model`
+            (place / name).unlink()
+        assert not ucformat.open(place).missing
+
+    @pytest.mark.parametrize("name", ["accelerate", "accelerate_fsdp_full", "accelerate_two"])
+    def test_accelerate_writes_what_it_is_given(self, tmp_path: Path, name: str) -> None:
+        place = copied(tmp_path, f"huggingface/{name}") / "ckpt"
+        for file in place.glob("scheduler*"):
+            file.unlink()
+        assert not ucformat.open(place).missing
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,8 @@ def _warn_of_unread(source: Checkpoint) -> None:
             "%s: ucformat does not know what these files are, and the new checkpoint does not contain them: %s%s",
             *(source.home, ", ".join(lost[:_MAX_NAMED]), more),
         )
+    if source.missing:
+        _log.warning("%s lacks files that its program writes: %s", source.home, ", ".join(source.missing))
 
 
 def _write_virtual(

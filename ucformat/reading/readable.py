@@ -194,6 +194,7 @@ class CheckpointMetadata:
     folder: str = ""  # the checkpoint's folder or file if the store's root is above it
     #: Tensors that a foreign checkpoint has and that cannot be read, with the reason. They are not in the tensor list.
     unreadable: Mapping[Key, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()  # files that the program writes with those that are there; without them it is usable
 
     @property
     def part_of(self) -> str:

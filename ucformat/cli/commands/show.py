@@ -152,6 +152,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "per_rank": list(ck.per_rank),
         "assets": list(ck.assets),
         "unread": dict(ck.unread),
+        "missing": list(ck.missing),
         "zarr_url": ck.zarr_url,
         "hf_url": ck.hf_url,
         "packed": _packed(ck),
@@ -190,6 +191,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "per_rank": None,
         "assets": None,
         "unread": None,
+        "missing": None,
         "zarr_url": None,
         "hf_url": None,
         "packed": None,
@@ -310,6 +312,8 @@ def _beside(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
         yield from field("not read", f"{name} ({bytes_text(unread[name])}, {kept})", width)
     if len(unread) > _MAX_LISTED:
         yield from field("not read", f"and {plural(len(unread) - _MAX_LISTED, 'more file')}; --json lists all", width)
+    for name in s["missing"] or ():
+        yield from field("missing", f"{name}, which the program that saved writes, too", width)
 
 
 def _few(names: Sequence[str]) -> str:

@@ -22,9 +22,9 @@ from ucformat.errors import UnsupportedError, UsageError, option_text
 from ucformat.sources.deepspeed.folder import is_model_or_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
-__all__ = ["FolderFiles", "classify", "is_marker", "looks_like_trainer"]
+__all__ = ["FolderFiles", "classify", "is_marker", "looks_like_trainer", "missing_files"]
 
 _MARKERS = re.compile(r"trainer_state\.json|random_states_\d+\.pkl|training_args\.bin|pytorch_model_fsdp(_\d+)?\.bin")
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)")
@@ -127,6 +127,25 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
             hint="the save did not finish, or files were moved; look for the checkpoint's other files",
         )
     return found
+
+
+def missing_files(found: FolderFiles) -> Iterator[str]:
+    """The files of Trainer that it always writes with those that are there; Accelerate need not have written any.
+
+    Args:
+        found: the files of the folder.
+    """
+    trained = bool(found.optimizers or found.fsdp_optimizers)
+    torch_files = (*found.optimizers.values(), found.values.get("scheduler", ""))
+    of_trainer = found.trainer_state or "training_args" in found.values or "rng_state" in found.ranked
+    if not (of_trainer or any(name.endswith(".pt") for name in torch_files)):
+        return
+    if not found.trainer_state:
+        yield "trainer_state.json"
+    if trained and "scheduler" not in found.values:  # DeepSpeed's own schedulers are in its files
+        yield "scheduler.pt"
+    if trained and "rng_state" not in found.ranked:
+        yield "rng_state.pth"
 
 
 def _ranked_values(names: Iterable[str]) -> dict[str, dict[int, str]]:

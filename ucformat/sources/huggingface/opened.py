@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import MissingData, NotFound
 from ucformat.reading.readable import CheckpointMetadata, FileRecord
 from ucformat.sources.huggingface.engines import Engine, EngineOptions, open_engine
+from ucformat.sources.huggingface.folder import missing_files
 from ucformat.sources.index import TensorIndex
 from ucformat.sources.model_files import find_assets, read_json
 from ucformat.sources.pickle.file import TorchFile, TorchZip, open_file
@@ -89,6 +90,7 @@ class OpenHuggingFace:
         self.metadata = CheckpointMetadata(
             tensor_list=self.contents.tensor_list(),
             unreadable=self.contents.unreadable,
+            missing=tuple(missing_files(found)),
             aliases=engine.aliases,
             objects=objects,
             assets=assets,
