@@ -77,6 +77,14 @@ class TestOptimizerFiles:
             ucformat.open(place)
         assert "the weights are whole" not in hint(error)
 
+    def test_of_deepspeed_alone_they_are_no_checkpoint(self, tmp_path: Path) -> None:
+        place = copied(tmp_path, "deepspeed/tp2-dp2-z1") / "ckpt"
+        for path in place.rglob("*_model_states.pt"):
+            path.unlink()
+        with pytest.raises(MissingData, match="has no model states") as error:
+            ucformat.open(place)
+        assert "the save did not finish" in hint(error)
+
     def test_a_checkpoint_that_has_them_is_opened_without(self) -> None:
         for name in ("tp2-z0", "tp2-dp2-z1", "universal-tp2"):
             ck = ucformat.open(DATA / "deepspeed" / name / "ckpt", options={"optimizer": False})
@@ -127,6 +135,12 @@ def test_latest_without_its_folder(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="there is no such folder") as error:
         ucformat.open(place)
     assert "for the weights in model.safetensors" in hint(error)
+    shutil.copytree(place, tmp_path / "empty")
+    (tmp_path / "empty" / "model.safetensors").unlink()
+    for options in ({}, {"optimizer": False}):
+        with pytest.raises(NotFound, match="there is no such folder") as error:
+            ucformat.open(tmp_path / "empty", options=options)
+        assert "for the weights in" not in hint(error)
     ck = ucformat.open(place, options={"optimizer": False})
     assert (ck.metadata.step, ck.kind) == (3, "huggingface")
     alone = ucformat.open(place / "model.safetensors")
@@ -194,6 +208,14 @@ def test_metadata_of_dcp_that_is_gone(tmp_path: Path, name: str, place: str) -> 
     assert "its name begins with a dot" in hint(error)
 
 
+def test_metadata_of_the_model_that_is_gone(tmp_path: Path) -> None:
+    place = copied(tmp_path, "bytecheckpoint/fsdp") / "ckpt" / "global_step_2"
+    (place / "model" / ".metadata").unlink()
+    with pytest.raises(MissingData, match=r"model/\.metadata is missing or damaged; each step has a model") as error:
+        ucformat.open(place)
+    assert "can be opened separately" in hint(error)
+
+
 class TestPointersOfGitLfs:
     def test_every_format(self, tmp_path: Path) -> None:
         shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
@@ -227,14 +249,24 @@ class TestNamesOfTorchSave:
         torch.save({"w": torch.ones(2)}, tmp_path / "old", _use_new_zipfile_serialization=False)
         with pytest.raises(UnsupportedError, match=r"before version 1\.6"):
             ucformat.open(tmp_path / "old")
+        torch.save({"w": torch.ones(2, 3)}, tmp_path / "state.pkl" / "model.pt")  # which goes before those without one
+        assert ucformat.open(tmp_path / "state.pkl").metadata.files == ("model.pt",)
         with zipfile.ZipFile(tmp_path / "other", "w") as archive:
             archive.writestr("top/data.txt", "no")
         with pytest.raises(NotACheckpoint, match="is a file, and no checkpoint"):
             ucformat.open(tmp_path / "other")
 
     def test_a_tree_is_searched_for_them(self, tmp_path: Path) -> None:
-        for name in ("a/model.pt", "b/ckpt.pth", "c/e1.pt", "c/e2.pt", "d/model_rank_0.pt", "e/optimizer.pt"):
-            (tmp_path / name).parent.mkdir(exist_ok=True)
+        for name in (
+            "a/model.pt",
+            "b/ckpt.pth",
+            "c/e1.pt",
+            "c/e2.pt",
+            "d/model_rank_0.pt",
+            "e/optimizer.pt",
+            "z/w/fp32.pt",
+        ):
+            (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
             torch.save({"w": torch.full((2, 3), len(name)), name: torch.ones(1, 1)}, tmp_path / name)
         shutil.copytree(DATA / "megatron" / "tp2-tied" / "classic", tmp_path / "m")
         (tmp_path / "m" / "latest_checkpointed_iteration.txt").unlink()
