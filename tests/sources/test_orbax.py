@@ -12,15 +12,17 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numcodecs import zstd  # type: ignore[import-untyped]
 
 import ucformat
 from tests.sources.suite import Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsupportedError, UsageError
+from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsafeError, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.sources.orbax import Orbax
-from ucformat.sources.orbax.ocdbt import _Body
+from ucformat.sources.orbax.ocdbt import _Body, _body, _locate
 from ucformat.sources.orbax.tree import tensor_keys
+from ucformat.storage.base import ByteRange
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
@@ -322,3 +324,89 @@ def test_damaged_nodes_of_ocdbt_are_errors_of_ours(tmp_path: Path) -> None:
 def test_lengths_that_no_writer_writes_are_damage(data: bytes) -> None:
     with pytest.raises(IntegrityError, match="no valid number at byte 0"):
         _Body(data, "manifest.ocdbt").lengths(2)
+
+
+SIZES = {"in/d/x:y": 10}
+PLACE = "value:d/:x%3Ay:4:6"
+
+
+@pytest.mark.parametrize(
+    ("location", "error", "says"),
+    [
+        (PLACE.replace("value", "btreenode"), IntegrityError, "is not the location of a value"),
+        (f"{PLACE}:0", IntegrityError, "is not the location"),
+        (PLACE.removesuffix(":6"), IntegrityError, "is not the location"),
+        (PLACE.replace(":4", ":-4"), IntegrityError, "is not the location"),
+        (PLACE.replace(":6", ":six"), IntegrityError, "is not the location"),
+        (PLACE.replace(":6", ":" + "6" * 5000), IntegrityError, r"is not the location"),
+        (PLACE.replace("d/", "d/..%2F"), UnsafeError, "does not stay inside"),
+        (PLACE.replace("d/", "e/"), MissingData, r"in/e/x:y is missing"),
+        (PLACE.replace(":6", ":7"), MissingData, "has 10 bytes, but values of the checkpoint reach to byte 11"),
+        (PLACE.replace(":4", ":5"), MissingData, "has 10 bytes, but values of the checkpoint reach to byte 11"),
+    ],
+)
+def test_a_location_of_ocdbt_that_leads_nowhere(location: str, error: type[UcformatError], says: str) -> None:
+    assert _locate(MemoryStore("x"), "in/", PLACE, "value", SIZES) == ByteRange("in/d/x:y", 4, 6)
+    with pytest.raises(error, match=says):
+        _locate(MemoryStore("x"), "in/", location, "value", SIZES)
+
+
+LIMIT = 1 << 17
+
+
+def body_of(packed: bytes) -> bytes:
+    """The content of a manifest, inflated."""
+    return _body(bytes(12) + b"\0\1" + packed + bytes(4), LIMIT, "manifest.ocdbt").data
+
+
+def frame(head: bytes, *blocks: bytes) -> bytes:
+    """A frame of zstd, of which the last block has the bit that says so."""
+    return b"\x28\xb5\x2f\xfd" + head + b"".join(blocks[:-1]) + bytes([blocks[-1][0] | 1]) + blocks[-1][1:]
+
+
+def block(content: bytes, kind: int = 0, size: int | None = None) -> bytes:
+    return ((len(content) if size is None else size) << 3 | kind << 1).to_bytes(3, "little") + content
+
+
+TEXT = b"abc" * 90
+AS_IS, ZEROS = block(TEXT), block(b"\0", 1, LIMIT)
+OPEN = b"\0\x58"  # the head of a frame that does not say its size
+
+
+@pytest.mark.parametrize(
+    ("packed", "content"),
+    [
+        (frame(OPEN, AS_IS, AS_IS), 2 * TEXT),
+        (frame(OPEN, ZEROS), bytes(LIMIT)),
+        *((frame(bytes([flag, 0x58]) + bytes(flag), AS_IS), TEXT) for flag in (1, 2)),  # the number of no dictionary
+        (frame(b"\3\x58" + bytes(4), AS_IS), TEXT),
+        (frame(b"\x20\3", block(b"abc")), b"abc"),
+        *((frame(h + (14).to_bytes(2, "little"), AS_IS), TEXT) for h in (b"\x60", b"\x40\x58")),  # 256 bytes more
+        *((frame(h + (270).to_bytes(4, "little"), AS_IS), TEXT) for h in (b"\xa0", b"\x80\x58")),
+        *((frame(h + (270).to_bytes(8, "little"), AS_IS), TEXT) for h in (b"\xe0", b"\xc0\x58")),
+        (bytes(zstd.compress(TEXT, 3, checksum=True)), TEXT),
+    ],
+)
+def test_content_of_ocdbt_with_any_head(packed: bytes, content: bytes) -> None:
+    assert body_of(packed) == content
+
+
+@pytest.mark.parametrize(
+    ("packed", "says"),
+    [
+        (frame(OPEN, ZEROS, block(b"a")), "would be inflated to more than 131,072"),
+        (frame(OPEN, ZEROS, ZEROS, AS_IS), "would be inflated to more than 262,144"),
+        (frame(OPEN, block(bytes(3), 2), block(bytes(3), 2), AS_IS), "would be inflated to more than 262,144"),
+        (frame(b"\xa0" + (2 * LIMIT + 1).to_bytes(4, "little"), AS_IS), "would be inflated to more than 262,144"),
+        (frame(OPEN, AS_IS)[:-1], "a broken frame of zstd"),
+        (frame(OPEN, block(TEXT, 3)), "a broken frame of zstd"),
+        (frame(OPEN, AS_IS) + b"\0", "more than a frame of zstd"),
+        (frame(b"\4\x58", AS_IS), "more than a frame of zstd"),
+        (b"\0" + frame(OPEN, AS_IS)[1:], "does not contain a frame of zstd"),
+        (frame(OPEN, AS_IS)[:4], "does not contain a frame of zstd"),
+        (frame(OPEN, AS_IS)[:5], "a broken frame of zstd"),
+    ],
+)
+def test_content_of_ocdbt_that_may_be_far_more_is_not_decoded(packed: bytes, says: str) -> None:
+    with pytest.raises(IntegrityError, match=says):
+        body_of(packed)

@@ -12,6 +12,7 @@ long keys that differ in one byte. The expanded size is computed before TensorSt
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -133,7 +134,7 @@ def _check_zstd(data: bytes, limit: int, where: str) -> None:
 
     The frame need not declare its size, but the size of each of its blocks is bounded.
     """
-    if len(data) < 6 or data[:4] != b"\x28\xb5\x2f\xfd":
+    if data[:4] != b"\x28\xb5\x2f\xfd" or not data[4:]:
         raise IntegrityError(f"{where} is damaged: it does not contain a frame of zstd")
     size_flag, single, checksum, dict_flag = data[4] >> 6, data[4] >> 5 & 1, data[4] >> 2 & 1, data[4] & 3
     begin = 5 + (not single) + (0, 1, 2, 4)[dict_flag]
@@ -252,8 +253,8 @@ def _text(name: bytes) -> str:
 
 def _locate(store: Store, prefix: str, location: str, kind: str, sizes: Mapping[str, int]) -> ByteRange:
     """Parse a location, `<kind>:<base>:<path>:<offset>:<length>`, and check that its file has that range."""
-    parts = location.split(":")
-    if len(parts) != 5 or parts[0] != kind or not parts[3].isdecimal() or not parts[4].isdecimal():
+    parts = re.fullmatch(rf"{kind}:([^:]*):([^:]*):([0-9]{{1,20}}):([0-9]{{1,20}})", location)
+    if parts is None:
         raise IntegrityError(f"{store.url}: {location[:200]!r} is not the location of a {kind} in OCDBT")
     file = check_key(prefix + unquote(parts[1]) + unquote(parts[2]))
     offset, nbytes = int(parts[3]), int(parts[4])
