@@ -24,8 +24,10 @@ from ucformat.format.commit import begin, commit, new_id
 from ucformat.format.digest import bytes_digest
 from ucformat.format.extents import extent_problems
 from ucformat.format.sidecar import Columns, decode, encode, encode_columns
+from ucformat.format.structure import _sources as source_problems
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Block, Extent, single_extents
+from ucformat.schema.limits import MAX_SPAN
 from ucformat.schema.manifest import Manifest, SidecarDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.memory import MemoryStore
@@ -304,6 +306,58 @@ def test_tiles_that_cannot_be_are_refused(changed: dict[str, list[int]], reason:
     assert not list(extent_problems(doc, tensors, decode(sidecar_of(tiled()), tensors, "sidecar")))
     (problem,) = extent_problems(doc, tensors, decode(sidecar_of(tiled(**changed)), tensors, "sidecar"))
     assert reason in problem.reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "rows"),
+    [
+        ("uint8", 1, {"offset": [MAX_SPAN]}),
+        ("uint8", 1, {"block_offset": [MAX_SPAN], "block_nbytes": [1]}),
+        ("uint8", 1, {"block_nbytes": [MAX_SPAN]}),
+        ("uint8", 2, {"strides": [MAX_SPAN]}),
+        ("uint8", MAX_SPAN, {"block_offset": [-1], "tile": [MAX_SPAN]}),
+        ("float32", MAX_SPAN // 4, {"block_offset": [-1], "strides": [4], "tile": [MAX_SPAN // 4]}),
+    ],
+)
+def test_offsets_and_sizes_in_files_have_a_limit(dtype: str, shape: int, rows: dict[str, list[int]]) -> None:
+    doc = SidecarDoc(path="data/x", nbytes=1, digest="sha256:" + "0" * 64)
+
+    def impossible(shape: int, rows: dict[str, list[int]]) -> bool:
+        tensors = TensorTable.of([TensorDoc("t", "weight", dtype, (shape,))])
+        extent = columns(**{"shape": [shape], "strides": [1], **rows})
+        found = extent_problems(doc, tensors, decode(sidecar_of(extent), tensors, "sidecar"))
+        return any("impossible offset" in problem.reason for problem in found)
+
+    assert not impossible(shape, rows)
+    larger = {name: [n + (n >= 1 << 58) * 1024] for name, (n,) in rows.items()}  # 1 more is lost in a float
+    assert impossible(shape + (shape > 2) * 1024, larger)
+
+
+ROOTS = ["/elsewhere", "/other"]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("roots/0/a", None),
+        ("roots/1/a/b\nc", None),
+        ("roots/000000001/a", None),
+        ("roots/0000000001/a", "not below a root"),
+        ("roots/2/a", "not below a root"),
+        ("roots/-1/a", "not below a root"),
+        ("roots/\N{ARABIC-INDIC DIGIT ZERO}/a", "not below a root"),
+        ("roots/0/", "not below a root"),
+        ("roots/0", "not below a root"),
+        ("root/0/a", "not below a root"),
+        ("roots/1/same", "listed twice"),
+    ],
+)
+def test_sources_are_below_the_roots(path: str, reason: str | None) -> None:
+    sources = [{"path": p, "nbytes": 1} for p in ("roots/1/same", path)]
+    doc = SidecarDoc.model_validate(
+        {"path": "data/x", "nbytes": 1, "digest": "sha256:" + "0" * 64, "roots": ROOTS, "sources": sources}
+    )
+    assert [reason in problem.reason for problem in source_problems(doc)] == ([True] if reason else [])
 
 
 def test_the_error_names_the_tensor_of_an_impossible_extent() -> None:

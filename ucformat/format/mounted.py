@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MOUNT", "MountedStore", "is_below", "mounted_key"]
 
-_DIGITS = 10  # the number of a root has fewer
-
 
 def mounted_key(number: int, key: str) -> str:
     """The key in a virtual checkpoint of a file below a root.
@@ -92,10 +90,10 @@ class MountedStore(WrappedStore):
         """
         if not key.startswith(MOUNT):
             return None
-        number, _, name = key.removeprefix(MOUNT).partition("/")
-        root = int(number) if number.isdecimal() and len(number) < _DIGITS else len(self.roots)
-        if root >= len(self.roots) or key not in self._sources:
+        if key not in self._sources:  # which are below roots: the manifest was checked
             raise IntegrityError(f"{self.url}: the manifest does not list the file {reprlib.repr(key)}")
+        number, _, name = key.removeprefix(MOUNT).partition("/")
+        root = int(number)
         if root not in self._open:
             url = self.roots[root]
             if not is_below(url, self._allowed()):

@@ -60,8 +60,8 @@ __all__ = [
 
 #: Prefix of the keys of files that are in other checkpoints.
 MOUNT = "roots/"
+_SOURCE = re.compile(rf"{MOUNT}([0-9]{{1,9}})/(.+)", re.DOTALL)
 
-_DIGITS = 10  # the number of a root has fewer
 _NAMED = 5  # problems that an error names
 _RANGE_BYTES = 22  # of the values of a rank, at least: `{}`, its checksum, and its entry in the index
 
@@ -344,11 +344,16 @@ def place_of(path: str, roots: Sequence[str]) -> str:
         path: its key, `roots/<n>/…`.
         roots: the urls of the roots.
     """
-    number, _, key = path.removeprefix(MOUNT).partition("/")
-    known = number.isdecimal() and len(number) < _DIGITS and int(number) < len(roots)
-    scheme, _, rest = (roots[int(number)] if known else f"{MOUNT}{number}").rpartition("://")
+    root, key = _below_root(path, roots) or (".", path)
+    scheme, _, rest = root.rpartition("://")
     rest = rest.removeprefix("localhost") if scheme else rest
     return f"{scheme.lower() or 'file'}://{posixpath.normpath(f'{unquote(rest)}/{key}')}"
+
+
+def _below_root(path: str, roots: Sequence[str]) -> tuple[str, str] | None:
+    """The root that a path names, and the rest; None if it names none."""
+    found = _SOURCE.fullmatch(path)
+    return (roots[int(found[1])], found[2]) if found and int(found[1]) < len(roots) else None
 
 
 def _repeated(manifest: Manifest) -> Iterator[Problem]:
@@ -369,9 +374,7 @@ def _repeated(manifest: Manifest) -> Iterator[Problem]:
 def _sources(doc: SidecarDoc) -> Iterator[Problem]:
     seen = set()
     for source in doc.sources:
-        number, _, key = source.path.removeprefix(MOUNT).partition("/")
-        valid = source.path.startswith(MOUNT) and number.isdecimal() and len(number) < _DIGITS and bool(key)
-        if not valid or int(number) >= len(doc.roots):
+        if _below_root(source.path, doc.roots) is None:
             yield Problem(MANIFEST, f"the source {source.path[:200]!r} is not below a root that the manifest lists")
         elif source.path in seen:
             yield Problem(MANIFEST, f"the source {source.path[:200]!r} is listed twice")
