@@ -128,6 +128,12 @@ def test_trainer_s_last_values_are_metrics_and_its_run_is_the_run() -> None:
     )
 
 
+def test_metrics_are_numbers_that_a_float_can_be() -> None:
+    metrics = {"large": 2**1023, "no float": 2**1024, "nan": {"$float": "nan"}, "below": {"$float": "-inf"}}
+    found = read_training_info({"orbax": {"metrics": {**metrics, "flag": True, "text": "1", "none": None}}}, {})
+    assert repr(found.metrics) == repr({"large": 2.0**1023, "nan": float("nan"), "below": float("-inf")})
+
+
 def test_orbax_s_metadata_and_metrics() -> None:
     objects: Mapping[str, Any] = {"orbax": {
         "metrics": {"accuracy": 0.5}, "custom_metadata": {"lr": 1}, "trees": {"state": {"width": 4}},

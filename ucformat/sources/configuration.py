@@ -18,6 +18,7 @@ import logging
 import math
 import re
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -347,5 +348,6 @@ def _metrics(objects: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def _numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in found.items():
         number = _number(value)
-        if (number is not None and abs(number) < 2**1000) or (isinstance(number, float) and not math.isfinite(number)):
-            yield name, float(number)
+        with suppress(OverflowError):  # of an integer beyond all floats
+            if number is not None:
+                yield name, float(number)
