@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from tests.mutants.trial import Copy
 
 ROOT = Path(__file__).parents[2]
+_TESTS = "ucformat/storage/testing.py"  # itself tests, that stores outside the repository run too: nothing tests it
 
 
 def every_site(root: Path, packages: Iterable[str]) -> list[Site]:
     """All changes of some packages."""
     starts = tuple(f"ucformat/{p}" for p in packages)
-    files = sorted(f for f in (root / "ucformat").rglob("*.py") if str(f.relative_to(root)).startswith(starts))
-    return [site for file in files for site in sites(file, root)]
+    files = {str(f.relative_to(root)): f for f in sorted((root / "ucformat").rglob("*.py"))}
+    return [s for name, f in files.items() if name.startswith(starts) and name != _TESTS for s in sites(f, root)]
 
 
 def pick(choice: Sequence[Site], seed: int, count: int) -> list[Site]:
