@@ -16,7 +16,7 @@ from ucformat.errors import ChecksumError, MissingData
 from ucformat.format.chunking import Grid
 from ucformat.format.shard import write_shard
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Block, Extent, Piece, TensorInfo, Tiles
+from ucformat.geometry.tensor import Block, Extent, FileRun, Piece, TensorInfo, Tiles
 from ucformat.reading import execute as reading
 from ucformat.reading.execute import execute, memory_of
 from ucformat.reading.plan import ReadItem, Verify, make_plan
@@ -214,6 +214,18 @@ def test_replicas_are_read_once() -> None:
     plan = make_plan([ReadItem(info, extents, [(0, Piece(Box.whole((4, 4)), 0, (4, 1)))])])
     assert plan.bytes_read == 64
     assert list(plan.files) == ["rank0"]
+
+
+def test_one_request_stands_for_all_files_of_a_run() -> None:
+    info, files = TensorInfo("x", "weight", "uint8", (12, 2)), tuple(f"rank{n}" for n in range(4))
+    run = FileRun(Tiles(Box.whole((3, 2)), files[0], 0, (3, 2), 1, (0, 1)), 0, files)
+    box = Box((3, 0), (9, 2))
+    plan = make_plan([ReadItem(info, [run], [(0, Piece(box, 0, (2, 1)))])], verify="never")
+    assert [(r.file, r.others) for r in plan.requests] == [("rank1", ("rank2", "rank3"))]
+    assert plan.files == dict.fromkeys(files[1:], 6)
+    assert (plan.ranges, plan.bytes_read, plan.bytes_unverified) == (3, 18, 18)
+    checked = make_plan([ReadItem(info, [run], [(0, Piece(box, 0, (2, 1)))])])
+    assert (checked.bytes_read, checked.bytes_besides, checked.bytes_unverified) == (30, 12, 0)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

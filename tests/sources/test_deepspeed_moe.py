@@ -125,6 +125,19 @@ class TestHurt:
         with pytest.raises(IntegrityError, match="not a tensor of expert 1"):
             DeepSpeed().open(LocalStore(copy))
 
+    @pytest.mark.parametrize("layer", [0, 1])
+    def test_experts_of_a_layer_that_are_those_of_another(self, tmp_path: Path, layer: int) -> None:
+        """A single one of the first, or all of the second."""
+        import torch
+
+        copy = shutil.copytree(kept("deepspeed", "ep2-dp4-z2").checkpoint, tmp_path / "copy")
+        for expert in range(4) if layer else (2,):
+            path = copy / TAG / f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+            value = torch.load(path, weights_only=False)
+            torch.save({k.replace(f"moe.{layer}.", f"moe.{1 - layer}."): v for k, v in value.items()}, path)
+        with pytest.raises(IntegrityError, match=f"the files of layer {layer}'s experts, .* hold several layers' or"):
+            DeepSpeed().open(LocalStore(copy))
+
     def test_ranks_that_disagree_on_what_all_hold(self, copy: Path) -> None:
         import torch
 

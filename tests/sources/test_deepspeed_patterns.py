@@ -112,6 +112,23 @@ class TestSubParameters:
         with pytest.raises(UcformatError):
             read(sub(shape, dim), "w", [numbered(8, 5)] * 2)
 
+    @pytest.mark.parametrize("n", [-2, 1 << 50, True, 2.0, "2", None])
+    def test_what_is_no_size(self, n: Any) -> None:
+        for shape in ((n, 5), ((n, 2), 5), ((2, -1), 5)):
+            with pytest.raises(LayoutError, match="no usable shape"):
+                read(sub(shape, 0), "w", [numbered(4, 5)] * 2)
+        with pytest.raises(LayoutError, match="a size is not a number"):
+            read(affine([n, 5], {}), "w", [numbered(4, 5)] * 2)
+
+    @pytest.mark.parametrize("n", [-1, 0, (1 << 50) - 1])
+    def test_what_is_a_size_that_does_not_fit(self, n: int) -> None:
+        for shape in ((n, 5), ((abs(n), 2), 5)):
+            with pytest.raises(LayoutError) as error:
+                read(sub(shape, 0), "w", [numbered(4, 5)] * 2)
+            assert "no usable shape" not in str(error.value)
+        with pytest.raises(LayoutError, match="its affine map is for 0 ranks"):
+            read(affine([n, 5], {}), "w", [numbered(4, 5)] * 2)
+
     def test_uneven_parts_without_widths_are_an_error(self) -> None:
         with pytest.raises(LayoutError, match="no widths are recorded"):
             read(sub(((3, 5), 2), 0), "w", [numbered(4, 2)] * 2)

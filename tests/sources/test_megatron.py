@@ -168,6 +168,43 @@ def test_a_tracker_that_names_nothing(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_files_that_name_something_are_short(tmp_path: Path) -> None:
+    """What is longer than any that Megatron writes is not parsed."""
+    tracker, config = tmp_path / "latest_checkpointed_iteration.txt", tmp_path / "metadata.json"
+    tracker.write_text("7".ljust(64))
+    with pytest.raises(NotFound, match="iter_0000007"):
+        open_checkpoint(tmp_path)
+    tracker.write_text("7".ljust(65))
+    with pytest.raises(UsageError, match="names no iteration"):
+        open_checkpoint(tmp_path)
+    config.write_text('{"sharded_backend": "zarr"}'.ljust(4096))
+    with pytest.raises(UnsupportedError, match="'zarr'"):
+        open_checkpoint(tmp_path)
+    config.write_text('{"sharded_backend": "zarr"}'.ljust(4097))
+    with pytest.raises(UsageError, match="names no iteration"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["values", "shape", "nothing"])
+def test_an_output_layer_is_the_embedding_if_it_is_equal(copied: Any, change: str) -> None:
+
+    folder = copied("pp2-bf16-tied", "classic")
+
+    def changed(state: Any, *, said: bool) -> None:
+        state["args"].untie_embeddings_and_output_weights = False if said else None
+        if (head := state["model"].get(HEAD)) is not None:
+            state["model"][HEAD] = {"values": head + 1, "shape": head[:, :-1].clone(), "nothing": head}[change]
+
+    rewrite(folder, lambda state, _: changed(state, said=False))
+    ck = opened(folder, optimizer=False)
+    assert ck.aliases == ({HEAD: WORD} if change == "nothing" else {})
+    assert HEAD in ck
+    if change != "nothing":
+        rewrite(folder, lambda state, _: state["args"].__dict__.update(untie_embeddings_and_output_weights=False))
+        with pytest.raises(IntegrityError, match=f"{HEAD} should be a copy of {WORD}, but differs"):
+            opened(folder, optimizer=False)
+
+
 def test_another_backend_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
     with pytest.raises(UnsupportedError, match="'zarr'"):

@@ -382,6 +382,7 @@ def test_what_v2_metadata_may_not_say(
         ({"data_type": "r16"}, UnsupportedError, "data type 'r16' is not read"),
         ({"data_type": "int1"}, UnsupportedError, "data type 'int1' is not read"),
         ({"data_type": {"name": "numpy.datetime64", "configuration": {"unit": "s"}}}, UnsupportedError, "is not read"),
+        ({"data_type": {"name": "float32", "configuration": {"unit": "s"}}}, UnsupportedError, "is not read"),
         ({"codecs": [*BYTES, {"name": "numcodecs.lz4"}]}, UnsupportedError, r"'numcodecs\.lz4' are not read"),
         ({"codecs": [{"name": "bytes"}]}, UnsupportedError, "the order of bytes is unknown"),
         ({"codecs": []}, IntegrityError, "none of its codecs converts"),
@@ -404,6 +405,12 @@ def test_what_v3_metadata_may_not_say(
     (tmp_path / "zarr.json").write_text(json.dumps(V3 | change))
     with pytest.raises(error, match=says):
         read_only_array(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [{"name": "float32"}, {"name": "float32", "configuration": {}}])
+def test_a_data_type_may_be_an_object_that_says_no_more(tmp_path: Path, dtype: object) -> None:
+    (tmp_path / "zarr.json").write_text(json.dumps(V3 | {"data_type": dtype}))
+    assert [info.dtype for info in open_checkpoint(tmp_path).tensors.values()] == ["float32"]
 
 
 def test_no_size_in_metadata_makes_memory_or_time_go(tmp_path: Path) -> None:

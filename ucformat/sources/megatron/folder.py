@@ -172,7 +172,7 @@ def _named(store: Store) -> str | None:
     text = store.read(TRACKER, 0, size).decode(errors="replace").strip()
     if text == "release":
         return text
-    return check_key(f"iter_{int(text):07d}") if text.isdecimal() and len(text) < 19 else None
+    return check_key(f"iter_{int(text):07d}") if text.isdecimal() else None
 
 
 @contextmanager
