@@ -283,3 +283,11 @@ def test_importing_the_face_loads_no_numpy() -> None:
     code = "import sys, json, ucformat; print(json.dumps('numpy' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) is False
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(1, (8, 16)), (3, (8, 16)), (4, (7, 8)), (5, (7, 8)), (6, (5, 6)), (7, (0, 4))]
+)
+def test_a_rank_is_among_what_was_counted_or_beside_it(rank: int, expected: tuple[int, int]) -> None:
+    counts = thresholds._Counts(above=3, new=[], keys=np.array([5, 7], "u8"), numbers=np.array([1, 2]))
+    assert counts.range_of(rank, beside=(4, 8), within=(0, 16)) == expected
