@@ -226,6 +226,22 @@ def test_a_local_shape_that_is_not_what_the_placements_say() -> None:
         assert e.value.hint is not None
 
 
+@pytest.mark.parametrize(("local", "rows"), [((1, 2), 2), ((0, 2), 4)], ids=["too much", "too little"])
+def test_only_an_empty_part_has_another_shape_without_elements(local: tuple[int, ...], rows: int) -> None:
+    """Of 2 rows the last of four ranks has none, and FSDP2 makes (0, 0) of them; of 4 it has one."""
+    with alone_as(3, 4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=own_names(3, "all"))
+
+        def part(of: tuple[int, ...]) -> DTensor:
+            options: Any = {"run_check": False, "shape": (rows, 2), "stride": (2, 1)}
+            return DTensor.from_local(torch.zeros(of), mesh, [Shard(0)], **options)
+
+        with pytest.raises(LayoutError, match="does not follow from the placements"):
+            local_of("w", "weight", part(local))
+        if rows == 2:
+            assert not local_of("w", "weight", part((0, 0))).pieces
+
+
 @pytest.mark.parametrize("placements", [[Partial(), Replicate()], [Shard(0), Partial("avg")]])
 def test_summands_are_not_stored(placements: list[Placement]) -> None:
     with alone_as(0, 4):
