@@ -368,9 +368,8 @@ def _copy(copy: Copy, data: memoryview, memory: Memory) -> None:
     if shape[-1] in (2, 4, 8):  # scattered elements: copy each as one integer
         unit = np.dtype(f"u{shape[-1]}")
         shape, src_strides, dst_strides = shape[:-1], src_strides[:-1], dst_strides[:-1]
-    if copy.count > 1:
-        shape = (copy.count, *shape)
-        src_strides, dst_strides = (copy.src_step, *src_strides), (copy.dst_step, *dst_strides)
+    shape = (copy.count, *shape)
+    src_strides, dst_strides = (copy.src_step, *src_strides), (copy.dst_step, *dst_strides)
     source = np.ndarray(shape, unit, data, copy.src, src_strides)
     np.ndarray(shape, unit, memory, copy.dst, dst_strides)[...] = source
 
