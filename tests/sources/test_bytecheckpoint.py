@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from typing import TYPE_CHECKING
+
 import pytest
 
 from tests.sources.suite import Sample, SourceSuite, kept
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import UsageError
 from ucformat.sources.bytecheckpoint import ByteCheckpoint
+from ucformat.sources.bytecheckpoint.folder import LATEST
 from ucformat.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _NAMES = ("ddp", "fsdp", "fsdp2")
 
@@ -41,6 +48,17 @@ def test_a_step_and_a_model_open_by_themselves(part: str) -> None:
     assert ck.metadata.step == 2
     assert {k.name for k in ck.tensors if k.state == "weight"} == {n for s, n in sample.truth if s == "weight"}
     assert bool(ck.metadata.groups) == (not part)
+
+
+def test_without_its_latest_step_a_folder_of_one_opens(tmp_path: Path) -> None:
+    sample = sample_of("fsdp2")
+    shutil.copytree(sample.path, tmp_path / "ckpt")
+    (tmp_path / "ckpt" / LATEST).unlink()
+    ck = open_checkpoint(tmp_path / "ckpt")
+    assert (ck.kind, ck.metadata.step) == ("bytecheckpoint", 2)
+    shutil.copytree(tmp_path / "ckpt/global_step_2", tmp_path / "ckpt/global_step_10")
+    with pytest.raises(UsageError, match=f"has the steps 2, 10 and no {LATEST}"):
+        open_checkpoint(tmp_path / "ckpt")
 
 
 def test_every_rank_s_extra_state_is_kept() -> None:

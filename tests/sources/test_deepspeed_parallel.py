@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.sources.reading import Counting, read_tensor
 from tests.sources.suite import Sample, SourceSuite, kept
-from ucformat.errors import IntegrityError, MissingData, UsageError
-from ucformat.geometry.tensor import Key
-from ucformat.sources.deepspeed import DeepSpeed
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.sources.deepspeed import DeepSpeed, ranks
+from ucformat.sources.deepspeed.merge import Merged
+from ucformat.sources.deepspeed.ranks import Slice
+from ucformat.sources.tp_merge.replicas import LocalContents
+from ucformat.sources.tp_merge.sharding import sub_params
 from ucformat.storage.local import LocalStore
+from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 TENSOR = ("tp2-dp2-z1", "tp2-z2-tied", "tp2-dp2-z3", "tp2-z0")
@@ -141,6 +148,52 @@ class TestPipelinesUnderZero0:
     def test_too_few_names_are_refused(self) -> None:
         with pytest.raises(UsageError, match="names are given"):
             opened("pp2-z0", groups=[["0.weight"]])
+
+
+class TestMerged:
+    """Tensors of ranks, whose parameter `w` is two matrices one below the other."""
+
+    def merged(self, *ranks: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+        """The shape of each state of `w`, of which each rank has these dtypes and shapes."""
+        slices = []
+        for states in ranks:
+            contents = LocalContents()
+            for state, (dtype, shape) in states.items():
+                contents.put(TensorInfo("w", state, dtype, shape), lambda _: iter(()))
+            slices.append(Slice([SimpleNamespace(buffers=frozenset(), described=[])], "", contents))  # type: ignore[list-item]
+        sharding = sub_params(((4, 5),) * len(ranks), (-1, 5), 0, [[2] * len(ranks)] * 2)
+        resolver: Any = SimpleNamespace(recognise=lambda *_: None, decide=lambda *_: {"w": sharding})
+        return {k.state: i.shape for k, i in Merged(MemoryStore("x"), [slices], resolver).contents.infos.items()}
+
+    def test_means_over_a_part_are_read_only_where_it_is_the_whole(self) -> None:
+        states = {"weight": ("float32", (4, 5)), "row": ("float32", (4,)), "none": ("float32", ())}
+        assert self.merged(states) == {"weight": (4, 5), "row": (4,), "none": ()}
+        del states["row"]
+        assert self.merged(states, states) == {"weight": (8, 5), "none": ()}
+        with pytest.raises(UnsupportedError, match="means over a rank's part"):
+            self.merged(*[states | {"row": ("float32", (4,))}] * 2)
+
+    def test_parts_of_two_dtypes_are_refused(self) -> None:
+        single, half = ({"weight": (dtype, (4, 5))} for dtype in ("float32", "bfloat16"))
+        with pytest.raises(IntegrityError, match="has the dtypes bfloat16, float32"):
+            self.merged(single, half)
+
+
+@pytest.mark.parametrize("degrees", [(1 << 20, 1, 1), (1, 1 << 20, 1), (1, 1, 1 << 20), (1 << 7, 1 << 6, 1 << 7)])
+def test_so_many_ranks_may_be_recorded_and_no_more(
+    degrees: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "check_world", lambda *_, **__: None)
+    files: Any = SimpleNamespace(layers={}, optims={}, zero3=False)
+
+    def read(pp: int, tp: int, dp: int) -> ranks.ParallelDegrees:
+        model: Any = SimpleNamespace(dims=(pp, tp, None), world=dp, param_shapes=None, in_layers=False, key="model.pt")
+        return ranks.ParallelDegrees.of(files, model, others=[])
+
+    assert read(*degrees) == ranks.ParallelDegrees(*degrees)
+    for at in range(3):
+        with pytest.raises(IntegrityError, match=r"model\.pt records \d+ x \d+ x \d+ ranks"):
+            read(*(n + (i == at) for i, n in enumerate(degrees)))
 
 
 def test_a_missing_layer_is_named(tmp_path: Path) -> None:

@@ -131,6 +131,14 @@ class TestUnfinished:
         with pytest.raises(MissingData, match=said):
             DeepSpeed().open(LocalStore(copy))
 
+    def test_a_parameter_with_no_state_of_the_optimizer(self, copy: Path) -> None:
+        folder = copy / TAG / "zero/model.norm.weight"
+        for path in folder.iterdir():
+            if path.name != "fp32.pt":
+                path.unlink()
+        with pytest.raises(MissingData, match=r"norm\.weight lacks exp_avg\.pt, exp_avg_sq\.pt, step\.pt, which"):
+            DeepSpeed().open(LocalStore(copy))
+
     def test_a_rank_of_zero_3(self, tmp_path: Path) -> None:
         copy = shutil.copytree(kept("deepspeed", "universal-z3").checkpoint, tmp_path / "copy")
         (copy / TAG / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()

@@ -185,6 +185,16 @@ def test_files_that_name_something_are_short(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_an_output_layer_that_is_said_to_be_untied_is_no_alias(copied: Any) -> None:
+    folder = copied("pp2-bf16-tied", "classic")
+    rewrite(folder, lambda state, _: setattr(state["args"], "untie_embeddings_and_output_weights", True))
+    assert opened(folder, optimizer=False).aliases == {}
+    rewrite(folder, lambda state, _: state["model"].pop(WORD, None))
+    assert HEAD in opened(folder, optimizer=False)
+    rewrite(folder, lambda state, _: setattr(state["args"], "untie_embeddings_and_output_weights", None))
+    assert HEAD in opened(folder, optimizer=False)
+
+
 @pytest.mark.parametrize("change", ["values", "shape", "nothing"])
 def test_an_output_layer_is_the_embedding_if_it_is_equal(copied: Any, change: str) -> None:
 

@@ -392,6 +392,25 @@ def test_where_memory_ends_the_file_is_not_called_damaged() -> None:
         unpickle(pickled(tensor()), file="x.pt", storage_nbytes=nbytes)
 
 
+STORAGE = [text("storage"), glob("torch", "FloatStorage"), text("0"), text("cpu"), integer(4)]
+
+
+@pytest.mark.parametrize(
+    "identity", [text("0"), b"]", tuple_of(*STORAGE[:4]), tuple_of(text("module"), *STORAGE[1:]), tuple_of()]
+)
+def test_what_is_no_storage_is_outside(identity: bytes) -> None:
+    with pytest.raises(UnsafeError, match=r"refers to an outside object .* which is not a storage"):
+        load(b"\x80\x02" + identity + b"Q.")
+
+
+@pytest.mark.parametrize(
+    ("at", "part"), [(1, text("FloatStorage")), (2, integer(0)), (4, text("4")), (4, integer(-1)), (4, b"\x88")]
+)
+def test_a_storage_is_named_by_its_kind_key_and_size(at: int, part: bytes) -> None:
+    with pytest.raises(IntegrityError, match="refers to a storage by"):
+        load(b"\x80\x02" + tuple_of(*STORAGE[:at], part, *STORAGE[at + 1 :]) + b"Q.")
+
+
 def test_a_file_in_memory_that_is_filled_with_no_bytes_is_damage() -> None:
     stream = call(glob("_io", "BytesIO")) + tuple_of(text("no bytes"), integer(0), b"N") + b"b"
     with pytest.raises(IntegrityError, match="something other than bytes"):

@@ -27,8 +27,12 @@ from ucformat.format.zarr_types import register_zarr_dtypes
 from ucformat.geometry.box import Box
 from ucformat.reading.dtypes import dtype_name
 from ucformat.sources.zarr import Zarr
+from ucformat.sources.zarr import chunks as chunks_module
+from ucformat.sources.zarr.array import parse_v3
+from ucformat.sources.zarr.chunks import Chunks
 from ucformat.sources.zarr.values import DECODED, Cache
 from ucformat.storage.local import LocalStore
+from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -405,6 +409,22 @@ def test_what_v3_metadata_may_not_say(
     (tmp_path / "zarr.json").write_text(json.dumps(V3 | change))
     with pytest.raises(error, match=says):
         read_only_array(tmp_path)
+
+
+def test_as_many_chunks_are_filled_as_what_is_stored_justifies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks_module, "_MIN_CHUNKS", 4)
+    monkeypatch.setattr(chunks_module, "_MAX_CHUNKS", 8)
+
+    def fills(count: int, stored: int) -> bool:
+        array = parse_v3("a", "a/zarr.json", V3 | {"shape": [2 * count]})
+        values = {"index": bytes(stored - 1), "other": bytes(1)}
+        with suppress(UnsupportedError):
+            return len(list(Chunks(MemoryStore("x"), values, {}, ["a"], "").extents(array))) == count
+        return False
+
+    limits = {1: 4, 15: 4, 16: 5, 47: 6, 64: 8, 1000: 8}
+    for stored, limit in limits.items():
+        assert [fills(limit, stored), fills(limit + 1, stored)] == [True, False]
 
 
 @pytest.mark.parametrize("dtype", [{"name": "float32"}, {"name": "float32", "configuration": {}}])

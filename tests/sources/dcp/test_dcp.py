@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ import torch
 from tests.sources.reading import Counting
 from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.errors import MissingData
+from ucformat.errors import IntegrityError, MissingData
 from ucformat.sources.dcp import Dcp
+from ucformat.sources.dcp.folder import INFO
+from ucformat.sources.dcp.safetensors import _offsets
+from ucformat.sources.safetensors.opened import Header
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -72,6 +76,16 @@ class TestSafetensorsShards(SourceSuite):
         truth = {k: v for k, v in made.truth.items() if k[0] == "weight"}
         kind = "safetensors" if request.param == "hf-joined" else "dcp"
         return Sample(folder=made.folder, place=request.param, kind=kind, truth=truth)
+
+
+@pytest.mark.parametrize("offset", [-1, 1 << 62, 1.0, True, "0", None])
+def test_offsets_of_pieces_that_cannot_be(offset: object) -> None:
+    def read(offset: object) -> Any:
+        return _offsets(Header("x", {}, {}, {INFO: json.dumps({"w": {"saved_offsets": [0, offset]}})}, {}))
+
+    assert read((1 << 62) - 1) == {"w": (0, (1 << 62) - 1)}
+    with pytest.raises(IntegrityError, match="has impossible offsets"):
+        read(offset)
 
 
 @pytest.fixture

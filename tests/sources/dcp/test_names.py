@@ -182,6 +182,14 @@ def test_distinct_paths_have_distinct_names(params: list[str], states: list[str]
     assert found == expected
 
 
+def test_what_only_looks_like_a_flat_state_is_none() -> None:
+    optim = flat(("w",)) | {"prefix.w.exp_avg": None, "state.w.exp_avg_sq": {"row": None}, "state.step": None}
+    assert keys_of({"model": {"w": None}, "optim": optim}) == {
+        *(("w", s) for s in ("weight", "exp_avg", "step")),
+        *((f"optim.{n}", "weight") for n in ("prefix.w.exp_avg", "state.w.exp_avg_sq.row", "state.step")),
+    }
+
+
 def test_optimizer_roots() -> None:
     paths = [("a", "optim", "param_groups"), ("b", "param_groups.w.lr"), ("param_groups.x", "y"), ("c", "groups")]
     assert optimizer_roots(paths) == {("a", "optim"), ("b",), ()}

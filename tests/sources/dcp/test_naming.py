@@ -99,6 +99,14 @@ def test_groups_as_one_value_as_pytorch_2_3_kept_them(tmp_path: Path) -> None:
     assert open_checkpoint(place).metadata.groups == ({"lr": 1, "params": ["a"]},)
 
 
+def test_groups_of_numbers_beside_states_of_names_are_not_known(tmp_path: Path) -> None:
+    state = {"model": {"a": W}, "optim": optim(["a"])}
+    state["optim"]["param_groups"][0]["params"] = [0]
+    ck = open_checkpoint(save(state, tmp_path / "x"))
+    assert {tuple(k) for k in ck.tensors} == {("a", "weight"), ("a", "exp_avg")}
+    assert ck.metadata.groups == ()
+
+
 def test_a_stream_transform_is_refused_by_name(tmp_path: Path) -> None:
     place = save({"a": W}, tmp_path / "x")
     meta = pickle.loads((place / ".metadata").read_bytes())  # noqa: S301 - torch has just written it
