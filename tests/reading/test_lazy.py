@@ -16,6 +16,7 @@ import ucformat.torch
 from tests.fakes import FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import TensorNotFound, UsageError
+from ucformat.reading.lazy import Tensor
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import RecordingStore
 
@@ -233,6 +234,14 @@ def test_every_way_of_verifying_reads_the_same(ck: Checkpoint, rows: tuple[int, 
     assert same(ck["a"][rows[0] : rows[1]], ARRAYS["a", "weight"][rows[0] : rows[1]])
 
 
+def test_dlpack_of_numpys_dtypes_needs_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays: dict[Any, Any] = {(name, "weight"): np.ones(2, name) for name in ("bool", "uint8", "float16", "complex64")}
+    ucformat.convert(Checkpoint(FakeSource.write(MemoryStore("dlpack"), arrays)), tmp_path / "a")
+    monkeypatch.delattr(Tensor, "torch")
+    for name, tensor in ucformat.open(tmp_path / "a").items():
+        assert np.from_dlpack(tensor).tobytes() == np.ones(2, name).tobytes()
+
+
 def test_tensors_of_pytorch(tmp_path: Path) -> None:
     """Of every dtype, 0-d and empty ones too; `torch.as_tensor` reads once, and not element by element."""
     torch = pytest.importorskip("torch")
@@ -255,7 +264,7 @@ def test_tensors_of_pytorch(tmp_path: Path) -> None:
                 assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
                 assert torch.equal(found.to(torch.float64), wanted.to(torch.float64))
             assert tensor.numpy().tobytes() == tensor[...].tobytes()
-            if tensor.dtype.isbuiltin == 1:
+            if hasattr(np, tensor.dtype.name):
                 assert np.from_dlpack(tensor).tobytes() == tensor[...].tobytes()
             else:  # as docs/api.md tells
                 with pytest.raises(RuntimeError, match="Unsupported dtype in DLTensor"):

@@ -116,7 +116,8 @@ class Tensor:
 
     def __dlpack__(self, **options: Any) -> Any:
         """Read the whole tensor for `torch.as_tensor`, `np.from_dlpack` and others."""
-        whole: Any = self.read() if self.dtype.isbuiltin == 1 else self.torch()
+        own = self.dtype.isbuiltin < 2  # of NumPy itself; 0 for a byte order that is told, as of bool
+        whole: Any = self.read() if own else self.torch()
         return whole.__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
