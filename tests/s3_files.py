@@ -35,7 +35,7 @@ BUCKET = "files"
 class Counts:
     """What was asked for: requests of all kinds, those of them that are GETs of objects, and bytes of bodies.
 
-    `most` of them were being answered at once.
+    `most` of them waited for their answers to begin at once.
     """
 
     requests: int
@@ -133,10 +133,9 @@ class _Connection(socketserver.BaseRequestHandler):
         if parts.path == "/-counts":
             _send(sock, "200 OK", self.server.take_counts(), "application/json")
             return
-        with self.server.one():
-            if self.server.latency:
-                time.sleep(self.server.latency)
-            self.serve(sock, method, headers, parts)
+        with self.server.one():  # not while it is sent: the client asks again before this thread knows that all is sent
+            time.sleep(self.server.latency)
+        self.serve(sock, method, headers, parts)
 
     def serve(self, sock: socket.socket, method: str, headers: dict[str, str], parts: SplitResult) -> None:
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")

@@ -156,7 +156,7 @@ def test_sources_have_the_options_that_their_hints_name() -> None:
         kinds = [file.parent.name] if file.parent.name in known else [file.stem] if file.stem in known else []
         if file.stem == "allowed":
             kinds = [k for k in known if k not in ("orbax", "safetensors", "zarr")]  # which unpickle nothing
-        if file.stem == "parts":
+        if file.stem in ("parts", "model_files"):
             kinds = list(known)
         if file.parent.name == "tp_merge":
             kinds = ["deepspeed", "megatron"]
