@@ -51,7 +51,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## test: all but the full matrices, in 15 to 18 minutes on two cores
+## test: all but the full matrices, in about 20 minutes on two cores
 test: check $(ENGINE)
 	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not matrix"
