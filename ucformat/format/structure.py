@@ -352,8 +352,8 @@ def place_of(path: str, roots: Sequence[str]) -> str:
 
 def _below_root(path: str, roots: Sequence[str]) -> tuple[str, str] | None:
     """The root that a path names, and the rest; None if it names none."""
-    found = _SOURCE.fullmatch(path)
-    return (roots[int(found[1])], found[2]) if found and int(found[1]) < len(roots) else None
+    match = _SOURCE.fullmatch(path)
+    return (roots[int(match[1])], match[2]) if match and int(match[1]) < len(roots) else None
 
 
 def _repeated(manifest: Manifest) -> Iterator[Problem]:

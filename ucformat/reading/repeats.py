@@ -14,7 +14,7 @@ import numpy as np
 from ucformat.schema.limits import FREE_READS, MOST_READS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -58,8 +58,5 @@ def first_repeated(ranges: Iterable[ByteRange]) -> str | None:
         begins, stops = by_file.setdefault(file, ([], []))
         begins.append(offset)
         stops.append(offset + nbytes)
-    return next((f for f, found in by_file.items() if are_repeated(*_columns(found))), None)
-
-
-def _columns(found: tuple[Sequence[int], Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    return np.array(found[0], np.int64), np.array(found[1], np.int64)
+    ends = ((file, np.array(begins, np.int64), np.array(stops, np.int64)) for file, (begins, stops) in by_file.items())
+    return next((file for file, begins, stops in ends if are_repeated(begins, stops)), None)

@@ -297,9 +297,9 @@ def _by_siblings(
         label = _DEVICE.search(key.lower())
         if label and label.start(2) == m.start():
             return f"{label[1]} {int(label[2])}, beside {numbered[others[0]]}"
-        found = "" if open_other is None else _by_content_of(shapes, open_other, numbered[others[0]])
-        if found and (found != _CUT or _are_ranks({*numbered, int(m[0])}, shapes)):
-            return f"{numbered[others[0]]} {found}"
+        reason = "" if open_other is None else _by_content_of(shapes, open_other, numbered[others[0]])
+        if reason and (reason != _CUT or _are_ranks({*numbered, int(m[0])}, shapes)):
+            return f"{numbered[others[0]]} {reason}"
     return ""
 
 

@@ -166,8 +166,8 @@ def _packed(ck: Checkpoint) -> dict[str, int] | None:
     if ck.universal is None or ck.viewed or (manifest.sidecar is not None and manifest.sidecar.sources):
         return None
     packed = [Key(t.name, t.state) for t in manifest.tensors if t.path is None]
-    found = [ck.tensors[key] for key in packed if not (ck.hf_url and key.state == "weight")]
-    return {"tensors": len(found), "bytes": sum(info.nbytes for info in found)} if found else None
+    infos = [ck.tensors[key] for key in packed if not (ck.hf_url and key.state == "weight")]
+    return {"tensors": len(infos), "bytes": sum(info.nbytes for info in infos)} if infos else None
 
 
 def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]:

@@ -145,8 +145,8 @@ class Lora(Method):
             if target is None:
                 strange += [info.name for info in found.values()]
             else:
-                of = base.tensors[target]
-                updates[target] = config.update(n, adapter, module, found, of, weight, scaled=is_scaled(of, scaled))
+                info = base.tensors[target]
+                updates[target] = config.update(n, adapter, module, found, info, weight, scaled=is_scaled(info, scaled))
         if strange:
             more = f" and {len(strange) - _NAMED} more" if len(strange) > _NAMED else ""
             raise UsageError(

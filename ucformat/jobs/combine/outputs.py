@@ -69,7 +69,7 @@ def find_outputs(
     if not chosen:
         raise UsageError(f"{first.home} has no tensors to combine", hint="`ucp show` lists its states")
     mine = {key: info for key, info in chosen.items() if not taken(key.name)}
-    found: list[dict[Key, TensorInfo]] = [mine]
+    combined: list[dict[Key, TensorInfo]] = [mine]
     for other in others:
         called = _called(first, other)
         chosen_there = {
@@ -78,13 +78,13 @@ def find_outputs(
         theirs = {key: info for key, info in chosen_there.items() if not taken(key.name)}
         _must_match(first, other, mine, theirs)
         _must_be_tied_alike(first, other, called, taken)
-        found.append(theirs)
+        combined.append(theirs)
     for pattern, text in zip(patterns, take, strict=True):
         if not any(pattern.fullmatch(name) for ck in sources for name in (*ck.names(), *ck.aliases)):
             raise UsageError(f"no tensor has a name like {text!r}", hint="`ucp show` lists the names")
     scaled = scaled_modules(first)
     return [
-        _output([of[key] for of in found], cast, scaled) if key in mine else Output(info, "taken", (info,))
+        _output([infos[key] for infos in combined], cast, scaled) if key in mine else Output(info, "taken", (info,))
         for key, info in chosen.items()
     ]
 

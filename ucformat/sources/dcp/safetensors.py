@@ -60,7 +60,7 @@ class OpenShards:
                 extent = whole and Extent(whole.box.shift(start), file, whole.offset, whole.strides)
                 pieces.setdefault(name, []).append((Box(start, stored.shape), file, extent))
         ranks = len({match[1] for file in files if (match := SHARD.fullmatch(file))})
-        if not _all_there([[box for box, _, _ in found] for found in pieces.values()], ranks):
+        if not _all_there([[box for box, _, _ in of_tensor] for of_tensor in pieces.values()], ranks):
             self.part = (
                 f"the shards of {'one rank' if ranks == 1 else f'{ranks} ranks'}, and nothing tells how many saved"
             )

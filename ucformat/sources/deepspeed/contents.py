@@ -261,8 +261,8 @@ def check_same_states(partition: Partition, first: Partition, scalars: Sequence[
                 f"{partition.file.key} has other optimizer states of group {index} than {first.file.key}: "
                 f"{_described(theirs)} instead of {_described(mine)}"
             )
-    for known, found in zip(scalars, read_scalars(partition), strict=True):
-        if any(known[n] != found[n] for n in known.keys() & found.keys()):
+    for expected, recorded in zip(scalars, read_scalars(partition), strict=True):
+        if any(expected[n] != recorded[n] for n in expected.keys() & recorded.keys()):
             raise IntegrityError(
                 f"{partition.file.key}: an optimizer scalar (`step`) differs from that in {first.file.key}",
                 hint="files of different saves are mixed in one folder",

@@ -147,10 +147,10 @@ def _add_masters(
     low = [[n for n in group if tensors[n].dtype in ("bfloat16", "float16")] for group in names]
     odd = [[n for n in group if n in low[i] or not tensors[n].readable] for i, group in enumerate(names)]
     counts = [len(c) for c in copies] if isinstance(copies, list) else None
-    found = next((held for held in (low, odd) if counts == [len(g) for g in held]), None)
-    if found is None:
+    copied = next((groups for groups in (low, odd) if counts == [len(g) for g in groups]), None)
+    if copied is None:
         raise IntegrityError(f"{file.key} has fp32 copies that do not match the parameters in bf16 or fp16")
-    for group, masters in zip(found, copies, strict=True):
+    for group, masters in zip(copied, copies, strict=True):
         for name, master in zip(group, masters, strict=True):
             if not isinstance(master, StoredTensor) or master.shape != tensors[name].shape:
                 raise IntegrityError(f"{file.key}: the fp32 copy of {name} has another shape")

@@ -216,8 +216,8 @@ def _shards_of_rank(args: Any, state: Any) -> LocalPart:
     if not isinstance(shape, tuple) or not isinstance(shards, list) or not isinstance(args[1], Dtype):
         raise IntegrityError("a ShardedTensor without a shape, a dtype and shards")
     states = [s.state[1] for s in shards if isinstance(s, Inert) and isinstance(s.state, tuple) and len(s.state) == 2]
-    found = [s.get("tensor") for s in states if isinstance(s, dict)]
-    tensors = [t for t in found if isinstance(t, StoredTensor)]
+    values = [s.get("tensor") for s in states if isinstance(s, dict)]
+    tensors = [t for t in values if isinstance(t, StoredTensor)]
     if len(tensors) != len(shards):
         raise IntegrityError("a ShardedTensor with a shard that is not a tensor")
     if not tensors:
