@@ -272,8 +272,8 @@ def of_other(name: str, rank: int, ranks: int, answers: dict[str, Any]) -> dict[
 def opened(found: dict[str, Any]) -> Any:
     """The checkpoint of a manifest and a sidecar; its store has files of any size, and counts what is asked of it."""
     from ucformat.checkpoint import Checkpoint
-    from ucformat.format.commit import MANIFEST
     from ucformat.format.universal import Universal, grid_of
+    from ucformat.schema.manifest import MANIFEST
     from ucformat.storage.base import Info
     from ucformat.storage.memory import MemoryStore
 

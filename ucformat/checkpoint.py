@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from ucformat.errors import NotACheckpoint, NotFound, TensorNotFound, UcformatError, UnsupportedError, UsageError
 from ucformat.format.attempts import attempt_of, outside_attempts
-from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import bytes_digest, document_digest
 from ucformat.format.universal import Universal, describe, index_tensors
 from ucformat.geometry.tensor import Key
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import LazyValues, unreadable_error
 from ucformat.schema.documents import TOMBSTONE
+from ucformat.schema.manifest import MANIFEST
 from ucformat.settings import allowed_roots
 from ucformat.storage.base import exists
 from ucformat.storage.cache.scope import read_consistently
@@ -63,10 +63,7 @@ def open_checkpoint(
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
     Args:
-        place: a path or url of a universal checkpoint, or of one that a known engine wrote.
         roots: returns the places that may hold a virtual checkpoint's files; called only if they are needed.
-        options: facts that the files of a foreign checkpoint lack; each kind has its own (docs/sources).
-        watch: returns the store through which files of another are read.
 
     Raises:
         NotFound: the place does not exist, or is empty.

@@ -16,19 +16,11 @@ if TYPE_CHECKING:
 
     import yaml
 
-__all__ = ["line_of", "read_config_file"]
-
 _MAX_VALUES = 1_000_000  # values of a YAML file with its aliases expanded
 
 
 def read_config_file(path: Path, what: str, fault: type[UsageError] = UsageError) -> Any:
-    """Read a YAML or JSON file; a key that is given twice is an error.
-
-    Args:
-        path: the file.
-        what: the kind of file, for error messages.
-        fault: the error to raise for an invalid file; it names the line.
-    """
+    """Read a YAML or JSON file; a key that is given twice is an error."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as e:
@@ -48,12 +40,7 @@ def read_config_file(path: Path, what: str, fault: type[UsageError] = UsageError
 
 
 def line_of(path: Path, place: str) -> int | None:
-    """The line of a value in a file, such as `rules[3].place[0].over`, or of its nearest existing parent.
-
-    Args:
-        path: the file.
-        place: the path of a value in it.
-    """
+    """The line of a value in a file, such as `rules[3].place[0].over`, or of its nearest existing parent."""
     import yaml
 
     try:

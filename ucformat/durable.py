@@ -10,15 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["make_folder", "sync_folder", "sync_open_folder"]
-
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; a missing folder is ignored.
-
-    Args:
-        folder: the folder.
-    """
+    """Make the names in a folder durable; a missing folder is ignored."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -30,11 +24,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_open_folder(fd: int) -> None:
-    """Make the names in an open folder durable.
-
-    Args:
-        fd: its file descriptor.
-    """
+    """Make the names in an open folder durable."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -47,9 +37,6 @@ def make_folder(folder: Path) -> None:
 
     Each is made after the one above it is durable: so of the existing ones only the innermost may not be durable yet,
     if its creator was killed.
-
-    Args:
-        folder: the folder.
     """
     missing = []
     while not folder.is_dir() and folder != folder.parent:

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from logging import LogRecord
 
-__all__ = [
-    "Hiding",
-    "has_users",
-    "hide",
-    "hide_in_record",
-    "learn",
-    "learn_url",
-    "named_secrets",
-    "redacted",
-    "scrub",
-    "secrets_in",
-    "shown_url",
-]
-
 _MIN_LENGTH = 6  # characters of a secret: shorter values occur in unrelated text
 _WORD = re.compile(r"[a-z]+|\d{1,8}")  # too common to be treated as secrets
 _QUERY = re.compile(r"\?[^\s'\"<>)]*")
@@ -64,11 +50,7 @@ _learned: set[str] = set()
 
 
 def learn(*secrets: str) -> None:
-    """Register secrets; words and texts of fewer than six characters are ignored, since they occur everywhere.
-
-    Args:
-        secrets: the texts.
-    """
+    """Register secrets; words and texts of fewer than six characters are ignored, since they occur everywhere."""
     for secret in secrets:
         if secret not in _learned and len(secret) >= _MIN_LENGTH:
             _learned.add(secret)
@@ -77,11 +59,7 @@ def learn(*secrets: str) -> None:
 
 
 def learn_url(text: str) -> None:
-    """Register the secrets of a url: its password, a token in place of a user, and parameters named like secrets.
-
-    Args:
-        text: the url.
-    """
+    """Register the secrets of a url: its password, a token in place of a user, and parameters named like secrets."""
     from urllib.parse import unquote, unquote_plus
 
     for scheme, user in _USERINFO.findall(text):
@@ -93,32 +71,18 @@ def learn_url(text: str) -> None:
 
 
 def has_users(scheme: str) -> bool:
-    """Whether `scheme://name@host` names a user; elsewhere, as in `hf://`, it may be a token.
-
-    Args:
-        scheme: the scheme.
-    """
+    """Whether `scheme://name@host` names a user; elsewhere, as in `hf://`, it may be a token."""
     return scheme.partition("+")[0].lower() in _USERS
 
 
 def hide(text: str) -> str:
-    """Replace the registered secrets in a text by `…`.
-
-    Args:
-        text: the text.
-    """
+    """Replace the registered secrets in a text by `…`."""
     _learn_environment()
     return _any_of(tuple(_known)).sub("…", text) if _known else text
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """A message of a library without known and possible secrets.
-
-    Args:
-        text: the message.
-        secrets: further secrets, in addition to registered ones, queries of urls, user names in urls, and values that
-            are named like secrets.
-    """
+    """A message of a library without known and possible secrets."""
     _learn_environment()
     for secret in sorted({s for s in (*secrets, *_learned) if len(s) >= _MIN_LENGTH}, key=len, reverse=True):
         text = text.replace(secret, "…")
@@ -128,22 +92,14 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def shown_url(text: str) -> str:
-    """A url, or an invalid one, without possible secrets.
-
-    Args:
-        text: the url.
-    """
+    """A url, or an invalid one, without possible secrets."""
     if "://" in text or _ALMOST.match(text):
         text = _QUERY.sub("?…", _ALMOST.sub(r"\1\2:***@", text))
     return hide(text)
 
 
 def scrub(error: BaseException) -> None:
-    """Hide registered secrets in an error of a library and in its causes: in arguments and in attributes.
-
-    Args:
-        error: the error, which is changed in place.
-    """
+    """Hide registered secrets in an error of a library and in its causes: in arguments and in attributes."""
     found, todo = set[int](), [error]
     while todo:
         one = todo.pop()
@@ -161,7 +117,6 @@ def named_secrets(options: Any, name: str = "") -> Iterator[str]:
     """The texts in a file system's options that are named like secrets.
 
     Args:
-        options: the options.
         name: the path of these options in others (default: none).
     """
     if isinstance(options, dict):
@@ -179,11 +134,7 @@ def named_secrets(options: Any, name: str = "") -> Iterator[str]:
 
 
 def secrets_in(options: Any) -> Iterator[str]:
-    """All texts in a file system's options, at any depth: any of them may be a secret.
-
-    Args:
-        options: the options.
-    """
+    """All texts in a file system's options, at any depth: any of them may be a secret."""
     if isinstance(options, dict):
         options = list(options.values())
     if isinstance(options, list | tuple | set):
@@ -197,11 +148,7 @@ def secrets_in(options: Any) -> Iterator[str]:
 
 
 def hide_in_record(record: LogRecord) -> bool:
-    """Hide registered secrets in a log record and its exception; a filter for loggers.
-
-    Args:
-        record: the record, which is changed in place.
-    """
+    """Hide registered secrets in a log record and its exception; a filter for loggers."""
     record.msg, record.args = hide(record.getMessage()), ()
     if record.exc_info and not record.exc_text:
         import traceback
@@ -222,20 +169,12 @@ class Hiding:
         return self._inner
 
     def write(self, text: str) -> int:
-        """Write a text without secrets.
-
-        Args:
-            text: the text.
-        """
+        """Write a text without secrets."""
         self._inner.write(hide(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write several lines without secrets.
-
-        Args:
-            lines: the lines.
-        """
+        """Write several lines without secrets."""
         for line in lines:
             self.write(line)
 

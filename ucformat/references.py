@@ -58,12 +58,8 @@ def open_reference(
 def expand_references(places: Iterable[str | PathLike[str]]) -> list[str | PathLike[str]]:
     """Replace each reference to a range of steps, `run7@1000..2000`, by the ids of the run's checkpoints in it.
 
-    Args:
-        places: references, paths and urls; only ranges are replaced.
-
     Raises:
         NotFound: a range has no checkpoint, or there is no catalog.
-        UsageError: several checkpoints match at one step, or the range ends before it begins.
     """
     out: list[str | PathLike[str]] = []
     for place in places:
@@ -80,14 +76,7 @@ def expand_references(places: Iterable[str | PathLike[str]]) -> list[str | PathL
 
 
 def open_catalog(ref: str) -> Catalog:
-    """Open the catalog of the settings for reading.
-
-    Args:
-        ref: the reference to look up, for the error.
-
-    Raises:
-        NotFound: there is no catalog.
-    """
+    """Open the catalog of the settings for reading."""
     from ucformat.catalog.catalog import Catalog
     from ucformat.settings import load_settings
 
@@ -98,10 +87,6 @@ def open_catalog(ref: str) -> Catalog:
 
 def open_watched(place: str, watch: Callable[[Store], WatchedStore]) -> tuple[Checkpoint, str]:
     """Open a checkpoint through stores that the caller makes; see `open_reference`.
-
-    Args:
-        place: as for `open_reference`.
-        watch: returns the store through which files of another are read.
 
     Returns:
         the checkpoint, and the path or url to which the reference refers.
@@ -164,12 +149,7 @@ def _opened(
 
 
 def _must_be_recorded(catalog: Catalog, entry: Entry, ck: Checkpoint, url: str) -> None:
-    """Check that the checkpoint at a place is the one that the catalog recorded there.
-
-    Raises:
-        NotFound: it is another checkpoint.
-        IntegrityError: it has the same id, but its manifest was changed.
-    """
+    """Check that the checkpoint at a place is the one that the catalog recorded there."""
     if ck.kind != "ucformat":  # engines rewrite a step in place, and then the new one is wanted
         return
     if ck.id != entry.id:

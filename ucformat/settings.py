@@ -30,18 +30,6 @@ from ucformat.errors import PermissionDenied, UnsafeError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "PROJECT_FILE",
-    "Settings",
-    "allow_root",
-    "allowed_roots",
-    "load_settings",
-    "local_path",
-    "roots_with",
-    "source_of",
-    "using",
-]
-
 _given: ContextVar[dict[str, str]] = ContextVar("ucformat_settings", default={})  # noqa: B039 - never modified in place
 
 PROJECT_FILE = "ucformat.toml"
@@ -77,11 +65,7 @@ class Settings:
 
 @contextmanager
 def using(**given: str | None) -> Iterator[None]:
-    """Override settings inside the block, as the options of a command do.
-
-    Args:
-        given: the settings; None overrides nothing.
-    """
+    """Override settings inside the block, as the options of a command do."""
     token = _given.set(_given.get() | {k: v for k, v in given.items() if v is not None})
     try:
         yield
@@ -90,16 +74,7 @@ def using(**given: str | None) -> Iterator[None]:
 
 
 def load_settings(**given: str | None) -> Settings:
-    """Load the settings.
-
-    Args:
-        given: settings that override all others; None overrides nothing.
-
-    Raises:
-        UsageError: a file cannot be read, or has an unknown setting or an invalid value.
-        UnsafeError: a file is not trusted for a setting that it has, and neither an option nor the environment sets
-            that.
-    """
+    """Load the settings."""
     overrides: dict[str, Any] = {}
     for key, value in (_environment() | _given.get() | {k: v for k, v in given.items() if v is not None}).items():
         try:
@@ -126,11 +101,7 @@ def load_settings(**given: str | None) -> Settings:
 
 
 def source_of(key: str) -> str:
-    """The source of a setting: `flag`, `env`, `project`, `user` or `default`.
-
-    Args:
-        key: the name of the setting.
-    """
+    """The source of a setting: `flag`, `env`, `project`, `user` or `default`."""
     if key in _given.get():
         return "flag"
     if key in _environment():
@@ -142,21 +113,13 @@ def source_of(key: str) -> str:
 
 
 def allowed_roots() -> tuple[str, ...]:
-    """The places that may hold files of virtual checkpoints: those in the settings, and those this user has registered.
-
-    Raises:
-        UnsafeError: the list of registered places belongs to another user, or others may write to it.
-    """
+    """The places that may hold files of virtual checkpoints: those in the settings, and those this user has registered."""
     settings = load_settings()
     return (*settings.roots, *_registered_roots(settings.trusted))
 
 
 def roots_with(url: str) -> str:
-    """The assignment for a shell command that allows it to read files in a place too: `UCP_ROOTS=…`.
-
-    Args:
-        url: the place.
-    """
+    """The assignment for a shell command that allows it to read files in a place too: `UCP_ROOTS=…`."""
     return _assigned("roots", (*load_settings().roots, url))
 
 
@@ -182,11 +145,7 @@ def _registered_roots(trusted: tuple[str, ...]) -> list[str]:
 
 
 def allow_root(url: str) -> None:
-    """Allow this user's virtual checkpoints to have files in a place.
-
-    Args:
-        url: the place.
-    """
+    """Allow this user's virtual checkpoints to have files in a place."""
     settings = load_settings()
     if url in settings.roots:
         return
@@ -375,15 +334,7 @@ def _user_place() -> Path:
 
 
 def local_path(text: str | os.PathLike[str], *, absolute: bool = True) -> Path:
-    """The path that a user gave, with `~` expanded.
-
-    Args:
-        text: the path.
-        absolute: whether to make it absolute (default: yes).
-
-    Raises:
-        UsageError: it is not a valid path, or `~name` is not a user.
-    """
+    """The path that a user gave, with `~` expanded."""
     given = os.fspath(text)
     try:
         path = Path(given).expanduser()

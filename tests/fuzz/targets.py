@@ -23,23 +23,23 @@ from pydantic import ValidationError
 
 from tests.fakes import manifest_file, same
 from tests.fuzz import test_pickles, test_zarr_documents
-from tests.fuzz.fuzzing import DATA, Files, files_below
+from tests.fuzz.fuzzing import Files, files_below
 from tests.fuzz.test_layouts import use as use_layout
 from tests.fuzz.test_torch_zip import NAME, PLAIN, Member, zipped
 from tests.fuzz.test_universal import rebuilt
 from tests.golden.test_golden import HERE
+from tests.sources.suite import DATA
 from ucformat.catalog.filter.compile import compile_filter
 from ucformat.catalog.filter.parse import parse
 from ucformat.catalog.filter.syntax import unparse
 from ucformat.catalog.retention import load_policy
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import UcformatError
-from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import bytes_digest, with_own_digest
 from ucformat.format.structure import parse_manifest
 from ucformat.geometry.layout import Layout
 from ucformat.schema.documents import CatalogDoc, TombstoneDoc
-from ucformat.schema.manifest import Manifest
+from ucformat.schema.manifest import MANIFEST, Manifest
 from ucformat.schema.policy import Policy
 from ucformat.storage.memory import MemoryStore
 

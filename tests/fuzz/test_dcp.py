@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tests.fuzz.fuzzing import DATA, Files, files_below, harmless, mutated, open_files, stored
+from tests.fuzz.fuzzing import Files, files_below, harmless, mutated, open_files, stored
+from tests.sources.suite import DATA
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import UcformatError
 

@@ -16,9 +16,10 @@ import numcodecs  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 
-from tests.fuzz.fuzzing import DATA, Files, bounded, files_below, open_files, stored
+from tests.fuzz.fuzzing import Files, bounded, files_below, open_files, stored
 from tests.fuzz.ocdbt_files import leaf, manifest_of, node_of, number, table
 from tests.fuzz.test_zarr_documents import BLOSC, BYTES, CRC, GZIP, SHARDS, ZSTD, array, checked, with_documents
+from tests.sources.suite import DATA
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import ChecksumError, IntegrityError, UnsafeError, UnsupportedError
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.fuzzing import DATA, bounded, harmless, mutated
+from tests.fuzz.fuzzing import bounded, harmless, mutated
+from tests.sources.suite import DATA
 from tests.sources.torch_files import call, dictionary, glob, integer, pickled, storage, tensor, text, tuple_of
 from ucformat.errors import IntegrityError, UcformatError, UnsafeError, UnsupportedError
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.fuzzing import DATA, HOSTILE, Files, changed, files_below, harmless, mutated, nested, open_files, stored
+from tests.fuzz.fuzzing import HOSTILE, Files, changed, files_below, harmless, mutated, nested, open_files, stored
+from tests.sources.suite import DATA
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, UcformatError
 

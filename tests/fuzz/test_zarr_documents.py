@@ -14,8 +14,9 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.fuzzing import DATA, HOSTILE, Files, changed, files_below, harmless, mutated, nested, open_files, stored
+from tests.fuzz.fuzzing import HOSTILE, Files, changed, files_below, harmless, mutated, nested, open_files, stored
 from tests.fuzz.ocdbt_files import manifest_of, node_of, unpacked
+from tests.sources.suite import DATA
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import IntegrityError, UcformatError, UnsupportedError
 from ucformat.sources.zarr import Zarr

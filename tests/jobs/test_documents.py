@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.jobs.conftest import document, foreign, universal
-from ucformat.catalog.catalog import GRACE, Catalog
+from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.document import compose, stale
 from ucformat.catalog.refs import parse_ref, resolve
+from ucformat.catalog.stamp import GRACE
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, IntegrityError, PermissionDenied, UnsupportedError
 from ucformat.format.attempts import mark_replacing

@@ -13,9 +13,10 @@ import pytest
 import ucformat
 from tests.fakes import manifest_file
 from tests.jobs.conftest import document, universal
-from ucformat.catalog.catalog import GRACE, Catalog
+from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.document import MAX_REVISION, compose
 from ucformat.catalog.refs import parse_ref, resolve
+from ucformat.catalog.stamp import GRACE
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import Conflict, PermissionDenied
 from ucformat.jobs.documents import write_documents

@@ -19,7 +19,7 @@ from tests.inline import Inline
 from tests.memory.allocations import counted, failing
 from tests.memory.commands import COMMANDS, NEW, Failed, contents, make_world
 from ucformat.errors import IntegrityError, NotFound, PermissionDenied, UcformatError, UnsupportedError
-from ucformat.format.commit import MANIFEST
+from ucformat.schema.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

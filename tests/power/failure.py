@@ -24,11 +24,11 @@ from tests.power.disk import after, lies, visible
 from tests.power.recorder import Killed, Recorder
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import Conflict, NotACheckpoint, UcformatError
-from ucformat.format.commit import MANIFEST
 from ucformat.format.structure import read_manifest
 from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.gc import collect
 from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY
+from ucformat.schema.manifest import MANIFEST
 from ucformat.settings import using
 from ucformat.storage.base import HIDDEN
 from ucformat.storage.url import open_store

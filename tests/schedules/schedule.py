@@ -12,13 +12,13 @@ import numpy as np
 from tests.schedules.commands import COMMANDS, COPY, GONE, LONG, TREES, arrays, first_world, parse_actor
 from tests.schedules.world import CATALOGS, FAULTS, ROOTS, Call, World
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.models import Base
+from ucformat.catalog.columns import Base
 from ucformat.errors import Conflict, NotACheckpoint, NotFound, PermissionDenied, UcformatError, UnsupportedError
-from ucformat.format.commit import MANIFEST
 from ucformat.format.structure import read_manifest
 from ucformat.jobs.gc import collect
 from ucformat.references import open_reference
 from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, NeededByDoc
+from ucformat.schema.manifest import MANIFEST
 from ucformat.settings import using
 from ucformat.storage.url import open_store
 

@@ -33,13 +33,13 @@ from sqlalchemy.pool import StaticPool
 
 import ucformat  # noqa: F401 - it has catalogs write their documents
 from tests.inline import Inline
+from ucformat.catalog.columns import Base
 from ucformat.catalog.database import Database, _begin_sqlite
 from ucformat.catalog.database import translated_errors as translated_database_errors
-from ucformat.catalog.models import Base
 from ucformat.errors import Conflict, UcformatError, Uncertain
-from ucformat.format.commit import MANIFEST
 from ucformat.format.structure import parse_manifest
 from ucformat.schema.documents import is_tombstone
+from ucformat.schema.manifest import MANIFEST
 from ucformat.settings import using
 from ucformat.storage import memory
 from ucformat.storage.error_mapping import mapping_os_errors

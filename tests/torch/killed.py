@@ -16,7 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucformat.format.commit import MANIFEST
+from ucformat.schema.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,9 +24,6 @@ dependent_finders: list[Callable[[Mapping[str, Sequence[str]]], Mapping[str, fro
 def find_dependents(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:
     """Ask all `dependent_finders`.
 
-    Args:
-        places: the urls of the checkpoints in question, by id.
-
     Returns:
         The ids of the checkpoints that need files of another, by the id of that one.
     """

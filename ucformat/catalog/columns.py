@@ -15,24 +15,9 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import Dialect
     from sqlalchemy.types import TypeEngine
 
-__all__ = [
-    "Base",
-    "Json",
-    "PlainText",
-    "UtcDateTime",
-    "canonical_hash",
-    "column",
-    "storable_json",
-    "storable_text",
-    "stored_metric",
-]
-
 
 def storable_json(value: Any) -> Any:
     """Make a JSON value storable in both databases.
-
-    Args:
-        value: the value.
 
     Returns:
         A copy in which non-finite numbers are `{"$float": "nan"}` and text has passed `storable_text`.
@@ -52,9 +37,6 @@ def storable_json(value: Any) -> Any:
 def storable_text(text: str) -> str:
     """Make text storable in both databases.
 
-    Args:
-        text: the text.
-
     Returns:
         The text with U+FFFD in place of NUL and of unpaired surrogates.
     """
@@ -73,24 +55,14 @@ class UtcDateTime(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
-        """Convert a value of a statement to UTC.
-
-        Args:
-            value: the time, with its zone.
-            dialect: unused.
-        """
+        """Convert a value of a statement to UTC."""
         if value is None:
             return None
         assert value.tzinfo is not None, "a time without a zone"  # noqa: S101
         return value.astimezone(UTC)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
-        """Add the zone to a value of a row, which SQLite does not store.
-
-        Args:
-            value: the time in UTC, or with its zone.
-            dialect: unused.
-        """
+        """Add the zone to a value of a row, which SQLite does not store."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
@@ -103,20 +75,11 @@ class PlainText(TypeDecorator[str]):
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """The type in one database: PostgreSQL's indexes find text by its beginning only in the collation "C".
-
-        Args:
-            dialect: the database's.
-        """
+        """The type in one database: PostgreSQL's indexes find text by its beginning only in the collation "C"."""
         return dialect.type_descriptor(Text(collation="C") if dialect.name == "postgresql" else Text())
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
-        """Convert a value of a statement to the stored form, also when searching.
-
-        Args:
-            value: the text.
-            dialect: unused.
-        """
+        """Convert a value of a statement to the stored form, also when searching."""
         return None if value is None else storable_text(value)
 
 
@@ -127,11 +90,7 @@ class Json(TypeDecorator[Any]):
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """The type in one database.
-
-        Args:
-            dialect: the database's.
-        """
+        """The type in one database."""
         if dialect.name != "postgresql":
             return dialect.type_descriptor(JSON())
         from sqlalchemy.dialects.postgresql import JSONB
@@ -177,22 +136,12 @@ class Base:
 def column(
     kind: TypeEngine[_T] | type[TypeEngine[_T]], *args: Any, nullable: bool = False, **options: Any
 ) -> ColumnElement[_T]:
-    """Declare a column.
-
-    Args:
-        kind: its type.
-        args: as for `sqlalchemy.Column`.
-        nullable: whether it may be NULL (default: False).
-        options: as for `sqlalchemy.Column`.
-    """
+    """Declare a column."""
     return Column(kind, *args, nullable=nullable, **options)
 
 
 def stored_metric(value: float) -> float | None:
     """A metric as it is stored.
-
-    Args:
-        value: any number.
 
     Returns:
         The number; None for NaN, which SQLite does not have.
@@ -201,13 +150,6 @@ def stored_metric(value: float) -> float | None:
 
 
 def canonical_hash(value: Any) -> str:
-    """The SHA-256 of a JSON value, independent of the order of its keys.
-
-    Args:
-        value: the value.
-
-    Returns:
-        `sha256:` and the hash in hexadecimal.
-    """
+    """The SHA-256 of a JSON value, independent of the order of its keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

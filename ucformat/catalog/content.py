@@ -22,19 +22,6 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.schema.tensors import KindDoc, TensorTable
 
-__all__ = [
-    "TensorEntry",
-    "add_digests",
-    "check_same",
-    "contradiction",
-    "digest_blocks",
-    "find_digest",
-    "load_tensors",
-    "manifest_content",
-    "remove_digests",
-    "tensor_sets",
-]
-
 _COLUMNS = ("tensor_set_id", "position", "name", "state", "dtype", "shape", "chunk", "shard", "nbytes")
 _STORED = attrgetter("state", "dtype", "shape", "chunk", "shard", "nbytes")
 _LOGICAL = attrgetter("state", "dtype", "shape")
@@ -43,15 +30,7 @@ _FORM = {"attempt", "grid", "producer", "objects", "assets", "sidecar", "verifie
 
 
 def tensor_sets(connection: Connection, tables: Sequence[TensorTable]) -> list[int]:
-    """Get or create the tensor sets of structures.
-
-    Args:
-        connection: a transaction that writes.
-        tables: the tensors of manifests.
-
-    Returns:
-        The ids of the tensor sets.
-    """
+    """Get or create the tensor sets of structures."""
     structures = [_structure_hash(tensors) for tensors in tables]
     ids: dict[str, int] = {}
     for structure, tensors in sorted(dict(zip(structures, tables, strict=True)).items(), key=itemgetter(0)):
@@ -86,9 +65,6 @@ def manifest_content(manifest: Manifest) -> str | None:
     """The SHA-256 of everything in a manifest that does not depend on the form of the checkpoint.
 
     Fields with their defaults are left out, so that later versions with more fields compute the same hash.
-
-    Args:
-        manifest: the manifest; it is hashed as it would be read from its file.
 
     Returns:
         The hash in hexadecimal; None if no file can hold the manifest because its text is not Unicode.
@@ -127,12 +103,7 @@ def _joined(numbers: Sequence[int] | None) -> str | None:
 
 
 def digest_blocks(connection: Connection, tables: Iterable[TensorTable]) -> list[int]:
-    """The blocks for the digests of new checkpoints: the last one while it has room, then new ones.
-
-    Args:
-        connection: a transaction.
-        tables: their tensors.
-    """
+    """The blocks for the digests of new checkpoints: the last one while it has room, then new ones."""
     last: int | None = connection.scalar(sa.select(sa.func.max(Checkpoint.digest_block)))
     filled = 0
     if last is not None:
@@ -148,13 +119,7 @@ def digest_blocks(connection: Connection, tables: Iterable[TensorTable]) -> list
 
 
 def add_digests(connection: Connection, tables: Mapping[int, TensorTable]) -> None:
-    """Insert the digests of checkpoints, sorted, since the index takes them faster in order.
-
-    Args:
-        connection: a transaction that writes.
-        tables: the tensors of their manifests, by the serials of the checkpoints, which have rows already; those
-            without a digest are skipped.
-    """
+    """Insert the digests of checkpoints, sorted, since the index takes them faster in order."""
     found = [(d, serial, i) for serial, tensors in tables.items() for i, d in enumerate(tensors.digest) if d]
     if not found:
         return
@@ -172,25 +137,13 @@ def _digests(connection: Connection, serial: int) -> dict[int, str]:
 
 
 def remove_digests(connection: Connection, serial: int) -> None:
-    """Delete the digests of a checkpoint's tensors.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-    """
+    """Delete the digests of a checkpoint's tensors."""
     block = sa.select(Checkpoint.digest_block).where(Checkpoint.serial == serial).scalar_subquery()
     connection.execute(sa.delete(Digest).where(Digest.block == block, Digest.checkpoint == serial))
 
 
 def check_same(connection: Connection, serial: int, url: str, content: str, manifest: Manifest) -> None:
     """Check that a manifest with a recorded id is that checkpoint, in a form that one of its places has.
-
-    Args:
-        connection: a transaction.
-        serial: the recorded checkpoint with the manifest's id.
-        url: the place, normalized by `same_url`.
-        content: `manifest_content` of the manifest.
-        manifest: the manifest at the place.
 
     Raises:
         Conflict: it is another checkpoint, or one in another form.
@@ -213,13 +166,7 @@ def check_same(connection: Connection, serial: int, url: str, content: str, mani
 
 
 def contradiction(connection: Connection, manifest: Manifest, url: str) -> str | None:
-    """As `Catalog.contradiction`, in a transaction.
-
-    Args:
-        connection: a transaction.
-        manifest: the manifest that was read at the place.
-        url: the place, normalized by `same_url`.
-    """
+    """As `Catalog.contradiction`, in a transaction."""
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == manifest.id))
     if serial is None or url not in _places_of(connection, serial) or manifest.digest in _forms_of(connection, serial):
         return None
@@ -269,12 +216,7 @@ class TensorEntry:
 
 
 def load_tensors(connection: Connection, serial: int) -> list[TensorEntry]:
-    """The tensors of a checkpoint, in the order of its manifest.
-
-    Args:
-        connection: a transaction.
-        serial: the checkpoint.
-    """
+    """The tensors of a checkpoint, in the order of its manifest."""
     rows = connection.execute(
         sa.select(Tensor.__table__)
         .join(Checkpoint, Checkpoint.tensor_set_id == Tensor.tensor_set_id)
@@ -287,10 +229,6 @@ def load_tensors(connection: Connection, serial: int) -> list[TensorEntry]:
 
 def find_digest(connection: Connection, digest: str) -> dict[int, list[TensorEntry]]:
     """The checkpoints and tensors with a content digest.
-
-    Args:
-        connection: a transaction.
-        digest: the digest, as in manifests.
 
     Returns:
         The tensors, by the serials of the checkpoints that contain them.

@@ -16,7 +16,8 @@ import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
-from ucformat.catalog.models import Base, Identity
+from ucformat.catalog.columns import Base
+from ucformat.catalog.models import Identity
 from ucformat.errors import NotFound, PermissionDenied, UcformatError, UnsupportedError, UpgradeNeeded, UsageError
 from ucformat.migrations import HEAD, KNOWN, configuration
 from ucformat.redacted import learn, learn_url, redacted, scrub
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sqlalchemy.engine import URL, Connection, Engine
-
-__all__ = ["VERSION_TABLE", "Database", "translated_errors"]
 
 T = TypeVar("T")
 
@@ -67,16 +66,11 @@ class Database:
     """The database of a catalog; its tables have the current revision, or a newer one that is only read.
 
     Args:
-        url: a file's path, `sqlite:///…` or `postgresql://…`.
         upgrade: upgrade tables of an older ucformat (default: raise UpgradeNeeded).
         read_only: do not write; the database enforces it (default: False).
 
     Raises:
-        UsageError: the url is not one of SQLite or PostgreSQL.
         NotFound: with `read_only`, there is no catalog.
-        UnsupportedError: SQLite on a network file system.
-        PermissionDenied: the database has tables that are not ucformat's.
-        UpgradeNeeded: the tables are older than this ucformat.
     """
 
     def __init__(self, url: str, *, upgrade: bool = False, read_only: bool = False) -> None:
@@ -164,9 +158,6 @@ class Database:
 
         Args:
             work: the function, which may be called up to ten times.
-
-        Returns:
-            Its result.
         """
         for left in reversed(range(_MAX_TRIES)):
             try:
@@ -342,11 +333,7 @@ def _migrate(connection: Connection) -> None:
 
 @contextmanager
 def translated_errors(url: str) -> Iterator[None]:
-    """Turn errors of the database, such as a lost connection or a lock, into UcformatError.
-
-    Args:
-        url: the catalog's url, without secrets.
-    """
+    """Turn errors of the database, such as a lost connection or a lock, into UcformatError."""
     try:
         yield
     except DBAPIError as error:

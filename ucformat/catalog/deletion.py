@@ -33,31 +33,11 @@ if TYPE_CHECKING:
     from ucformat.catalog.stamp import Stamp
     from ucformat.schema.policy import Policy
 
-__all__ = [
-    "apply_plan",
-    "begin_purge",
-    "delete",
-    "end_purge",
-    "ignore_dependent",
-    "plan",
-    "protections_at",
-    "restore",
-    "stop_purge",
-]
-
 
 def protections_at(
     connection: Connection, checkpoint: str, url: str, now: datetime, *, annotations: bool = True
 ) -> tuple[str, ...]:
-    """As `Catalog.protections`, in a transaction.
-
-    Args:
-        connection: a transaction.
-        checkpoint: the id.
-        url: the place, normalized by `same_url`.
-        now: the time that holds are compared with.
-        annotations: include its holds, tags and aliases.
-    """
+    """As `Catalog.protections`, in a transaction."""
     serial = connection.scalar(sa.select(Checkpoint.serial).where(Checkpoint.id == checkpoint))
     found = retention_rows(connection, now, serials=[serial]) if serial is not None and annotations else []
     child = Checkpoint.__table__.alias()
@@ -72,14 +52,6 @@ def ignore_dependent(
     connection: Connection, dependent: str, url: str, stamp: Stamp, *, beside: bool, why: Mapping[str, Any]
 ) -> bool:
     """Remove the record that a checkpoint needs files of a place, and log the removal if there was a record.
-
-    Args:
-        connection: a transaction that writes.
-        dependent: the id of the checkpoint.
-        url: the place, normalized by `same_url`.
-        stamp: the user and time of the operation.
-        beside: whether there was a record beside the files.
-        why: details for the log.
 
     Returns:
         Whether there was a record, beside the files or in the catalog.
@@ -103,19 +75,7 @@ def delete(
     why: Mapping[str, Any],
     needed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> None:
-    """Mark checkpoints as deleted, all of them or none; storage is not touched before the grace period is over.
-
-    Args:
-        connection: a transaction that writes.
-        serials: the checkpoints.
-        grace: how long they can be restored.
-        stamp: the user and time of the operation.
-        why: details for the log.
-        needed: by id, the ids of checkpoints that need its files according to the documents beside it.
-
-    Raises:
-        PermissionDenied: one is protected, not committed, or was not written by ucformat.
-    """
+    """Mark checkpoints as deleted, all of them or none; storage is not touched before the grace period is over."""
     lock(connection, serials)
     rows = {r.serial: r for r in retention_rows(connection, stamp.now, serials=serials, needed=needed)}
     for serial in serials:
@@ -143,14 +103,7 @@ def plan(
     *,
     needed: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> RetentionPlan:
-    """Plan what a policy keeps and deletes.
-
-    Args:
-        connection: a transaction.
-        policy: the policy.
-        now: the current time.
-        needed: by id, the ids of checkpoints that need its files according to the documents beside it.
-    """
+    """Plan what a policy keeps and deletes."""
     about: dict[str, Any] = {"filters": policy.filters(), "metrics": policy.metrics(), "scope": policy.scope}
     return plan_retention(policy, retention_rows(connection, now, needed=needed, **about), now)
 
@@ -158,21 +111,7 @@ def plan(
 def apply_plan(
     connection: Connection, policy: Policy, plan_id: str, stamp: Stamp, *, needed: Mapping[str, Collection[str]]
 ) -> RetentionPlan:
-    """Delete what a plan of a policy deletes, if planning again gives the same plan.
-
-    Args:
-        connection: a transaction that writes.
-        policy: the policy.
-        plan_id: the id of the plan.
-        stamp: the user and time of the operation.
-        needed: as for `plan`.
-
-    Returns:
-        The plan.
-
-    Raises:
-        Conflict: the plan has changed.
-    """
+    """Delete what a plan of a policy deletes, if planning again gives the same plan."""
     lock(connection, [r.serial for r in plan(connection, policy, stamp.now, needed=needed).delete])
     found = plan(connection, policy, stamp.now, needed=needed)
     if found.id != plan_id:
@@ -192,16 +131,7 @@ def _obstacles(row: RetentionRow, now: datetime) -> list[str]:
 
 
 def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> None:
-    """Restore deleted checkpoints, all of them or none.
-
-    Args:
-        connection: a transaction that writes.
-        serials: the checkpoints.
-        stamp: the user and time of the operation.
-
-    Raises:
-        PermissionDenied: one is not deleted, or is being purged.
-    """
+    """Restore deleted checkpoints, all of them or none."""
     for state in lock(connection, serials).values():
         if state != "deleted":
             raise PermissionDenied(
@@ -223,11 +153,6 @@ def _reset_locations(connection: Connection, serials: Sequence[int]) -> None:
 def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] | None:
     """Mark a deleted checkpoint as being purged, after which it cannot be restored.
 
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        stamp: the user and time of the operation.
-
     Returns:
         The places from which it has to be removed; None if it is not deleted, or protected by now.
     """
@@ -247,15 +172,7 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
 
 
 def stop_purge(connection: Connection, serial: int, gone: Sequence[str], needed: Sequence[str], stamp: Stamp) -> None:
-    """Mark a checkpoint that was being purged as deleted again, because others need it.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        gone: the urls of places from which it was already removed.
-        needed: the ids of the checkpoints that need it, for the log.
-        stamp: the user and time of the operation.
-    """
+    """Mark a checkpoint that was being purged as deleted again, because others need it."""
     lock(connection, [serial])
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial, Location.url.in_(gone)))
     connection.execute(sa.update(Checkpoint).where(Checkpoint.serial == serial).values(state="deleted"))
@@ -266,11 +183,6 @@ def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:
     """Mark a checkpoint as purged; the catalog keeps what lineage needs.
 
     If it has a place that was found after it was deleted, it is committed again, with only that place.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        stamp: the user and time of the operation.
     """
     lock(connection, [serial])
     connection.execute(sa.delete(Location).where(Location.checkpoint == serial, ~Location.spared))

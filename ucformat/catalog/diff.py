@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ucformat.catalog.content import TensorEntry
     from ucformat.catalog.entries import Entry
 
-__all__ = ["MISSING", "Aspect", "Changed", "Diff", "Missing", "TensorChange", "TensorsDiff", "diff"]
-
 Aspect = Literal["shape", "dtype", "digest", "grid"]
 
 _BARE = re.compile(r"[^\W\d]\w*(-\w+)*|[0-9]+")
@@ -101,14 +99,7 @@ class Diff:
 
 
 def diff(connection: Connection, a_serial: int, b_serial: int, now: datetime) -> Diff:
-    """Compare two checkpoints.
-
-    Args:
-        connection: a transaction.
-        a_serial: the first checkpoint.
-        b_serial: the second checkpoint.
-        now: the time that holds are compared with.
-    """
+    """Compare two checkpoints."""
     a, b = (load_entries(connection, [serial], now)[0] for serial in (a_serial, b_serial))
     return Diff(
         a,

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.stamp import Stamp
 
-__all__ = ["MAX_REVISION", "Stale", "compose", "import_document", "mark_written", "stale"]
-
 #: The largest revision or version that is accepted from a document, which leaves room to count on.
 MAX_REVISION = 2**30
 
@@ -65,7 +63,6 @@ def stale(connection: Connection, limit: int | None, first: Collection[int] = ()
     """Find checkpoints whose documents are out of date.
 
     Args:
-        connection: a transaction.
         limit: the maximum number, besides those in `first` (None: all).
         first: serials of checkpoints to list first; the others follow, newest first.
     """
@@ -84,13 +81,7 @@ def stale(connection: Connection, limit: int | None, first: Collection[int] = ()
 
 
 def mark_written(connection: Connection, serial: int, revision: int) -> None:
-    """Record that a document was written.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        revision: the revision of the document.
-    """
+    """Record that a document was written."""
     connection.execute(
         sa.update(Checkpoint)
         .where(Checkpoint.serial == serial, Checkpoint.document_written < revision)
@@ -102,8 +93,6 @@ def compose(connection: Connection, serial: int, url: str | None = None) -> Cata
     """Compose the document of a checkpoint from the current state of the catalog.
 
     Args:
-        connection: a transaction.
-        serial: the checkpoint.
         url: the place of the document. What the catalog has from it and keeps for this place only, such as a deletion,
             is included; the same from documents of other places is not.
     """
@@ -158,14 +147,6 @@ def import_document(
     connection: Connection, serial: int, doc: CatalogDoc, url: str, stamp: Stamp, *, trust: bool = False
 ) -> list[str]:
     """Import the document at a place. A document that this catalog wrote, and that is not newer, changes nothing.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        doc: the document.
-        url: the place.
-        stamp: the user and time of the operation.
-        trust: apply all of it as if it had been recorded here: aliases move, and deletions keep their grace period.
 
     Returns:
         A message for each alias that was not moved.

@@ -17,27 +17,14 @@ if TYPE_CHECKING:
 
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["insert_edge", "insert_edges", "parent_names"]
-
 
 def parent_names(manifest: Manifest) -> Iterator[str]:
-    """The ids of the parents that a manifest names, or their places if it has no id.
-
-    Args:
-        manifest: the manifest of the child.
-    """
+    """The ids of the parents that a manifest names, or their places if it has no id."""
     return (p.id or same_place(p.url) for p in manifest.lineage)
 
 
 def insert_edges(connection: Connection, serial: int, manifest: Manifest, url: str) -> None:
-    """Record the edges of the lineage that a manifest has, and one for each place whose files it needs.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the child.
-        manifest: its manifest.
-        url: its place, normalized by `same_url`.
-    """
+    """Record the edges of the lineage that a manifest has, and one for each place whose files it needs."""
     roots = () if manifest.sidecar is None else manifest.sidecar.roots
     outside = [r for r in map(same_place, roots) if not _below(r, url)]
     parents = [(p, same_place(p.url)) for p in manifest.lineage]
@@ -62,16 +49,7 @@ def insert_edge(
     """Record an edge of the lineage, linked to the parent if that is recorded.
 
     Args:
-        connection: a transaction that writes.
-        serial: the child.
-        kind: how the child was made.
-        parent_url: the parent's place.
         parent_id: the parent's id (None: the parent is whatever checkpoint is at the place).
-        depends: whether the child needs the parent's files.
-        how: more of how it was made (default: nothing).
-
-    Returns:
-        Whether the edge is new.
     """
     parent_url = same_place(parent_url)
     lock_names(connection, parent_id or parent_url)

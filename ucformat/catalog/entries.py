@@ -30,20 +30,6 @@ if TYPE_CHECKING:
     from sqlalchemy import BindParameter, Connection, Row
 
 
-__all__ = [
-    "AliasEntry",
-    "Entry",
-    "HoldEntry",
-    "LineEntry",
-    "MoveEntry",
-    "NoteEntry",
-    "VerificationEntry",
-    "load_alias_history",
-    "load_aliases",
-    "load_by_id",
-    "load_entries",
-]
-
 _SERIALS: BindParameter[Any] = sa.bindparam("serials", expanding=True)
 _TABLE_ORDER: dict[Any, Any] = {
     Alias: Alias.name,
@@ -164,16 +150,7 @@ class LineEntry:
 
 
 def load_entries(connection: Connection, serials: Sequence[int], now: datetime) -> list[Entry]:
-    """Load the entries of checkpoints.
-
-    Args:
-        connection: a transaction.
-        serials: the checkpoints.
-        now: the time that holds are compared with.
-
-    Returns:
-        The entries, in the same order.
-    """
+    """Load the entries of checkpoints."""
     found: dict[int, Entry] = {}
     for at in range(0, len(serials), MAX_IN_LIST):
         found |= _load_page(connection, serials[at : at + MAX_IN_LIST], now)
@@ -181,13 +158,7 @@ def load_entries(connection: Connection, serials: Sequence[int], now: datetime) 
 
 
 def load_by_id(connection: Connection, ids: Sequence[str], now: datetime) -> list[Entry]:
-    """As `load_entries`, by id.
-
-    Args:
-        connection: a transaction.
-        ids: the checkpoints, all of which must exist.
-        now: the time that holds are compared with.
-    """
+    """As `load_entries`, by id."""
     serials: dict[str, int] = {}
     for at in range(0, len(ids), MAX_IN_LIST):
         page = Checkpoint.id.in_(ids[at : at + MAX_IN_LIST])
@@ -287,11 +258,7 @@ class MoveEntry:
 
 
 def load_aliases(connection: Connection) -> list[AliasEntry]:
-    """All aliases, sorted by name.
-
-    Args:
-        connection: a transaction.
-    """
+    """All aliases, sorted by name."""
     rows = connection.execute(
         sa.select(Alias.name, Checkpoint.id, Alias.version, Alias.moved)
         .join(Checkpoint, Checkpoint.serial == Alias.checkpoint)
@@ -301,12 +268,7 @@ def load_aliases(connection: Connection) -> list[AliasEntry]:
 
 
 def load_alias_history(connection: Connection, name: str) -> list[MoveEntry]:
-    """The moves of an alias, oldest first.
-
-    Args:
-        connection: a transaction.
-        name: the alias.
-    """
+    """The moves of an alias, oldest first."""
     source, target = Checkpoint.__table__.alias(), Checkpoint.__table__.alias()
     rows = connection.execute(
         sa.select(AliasMove.name, AliasMove.version, source.c.id, target.c.id, AliasMove.moved, AliasMove.who)

@@ -20,21 +20,6 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.stamp import Stamp
 
-__all__ = [
-    "ANY",
-    "add_hold",
-    "add_metrics",
-    "add_note",
-    "add_tags",
-    "alias_target",
-    "move_alias",
-    "record_untag",
-    "release_holds",
-    "remove_alias",
-    "remove_tags",
-    "set_tag",
-]
-
 _MICROSECOND = timedelta(microseconds=1)  # the resolution of times
 
 
@@ -54,18 +39,10 @@ def move_alias(
     """Point an alias to a checkpoint.
 
     Args:
-        connection: a transaction that writes.
-        name: the alias.
-        target: the serial of the checkpoint.
         expect: the serial that it must point to now; None if it must not exist; ANY to skip the check.
-        stamp: the user and time of the operation.
-
-    Returns:
-        The serials of the checkpoints whose documents change.
 
     Raises:
         Conflict: it points to another one.
-        UsageError: it cannot be the name of an alias.
     """
     _check_name("an alias", name)
     if name == "latest":
@@ -90,17 +67,10 @@ def remove_alias(connection: Connection, name: str, expect: int | _Any | None, s
     """Remove an alias, and keep its history.
 
     Args:
-        connection: a transaction that writes.
-        name: the alias.
         expect: the serial that it must point to now; ANY to skip the check.
-        stamp: the user and time of the operation.
-
-    Returns:
-        The serials of the checkpoints whose documents change.
 
     Raises:
         Conflict: it points to another one.
-        NotFound: it does not exist.
     """
     found = _alias(connection, name)
     if found is None:
@@ -113,10 +83,6 @@ def remove_alias(connection: Connection, name: str, expect: int | _Any | None, s
 
 def alias_target(connection: Connection, name: str) -> int | None:
     """The target of an alias, which is locked until the transaction ends.
-
-    Args:
-        connection: a transaction that writes.
-        name: the alias.
 
     Returns:
         The serial of the checkpoint; None if there is no such alias.
@@ -163,21 +129,7 @@ def _record_move(
 def add_tags(
     connection: Connection, serial: int, tags: Sequence[str], stamp: Stamp, *, permanent: bool = False
 ) -> bool:
-    """Add tags to a checkpoint.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        tags: their names.
-        stamp: the user and time of the operation.
-        permanent: they cannot be removed; also applies to those that it already has.
-
-    Returns:
-        Whether anything changed.
-
-    Raises:
-        UsageError: a name cannot be a tag.
-    """
+    """Add tags to a checkpoint."""
     new = []
     for tag in tags:
         _check_name("a tag", tag)
@@ -204,16 +156,7 @@ def set_tag(
     """Add a tag to a checkpoint, or change an existing one to permanent or to this catalog's own.
 
     Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        tag: its name.
-        created: when it was added.
-        who: who added it.
-        permanent: whether it cannot be removed.
         document_url: the place of the document that it is from (None: this catalog).
-
-    Returns:
-        Whether anything changed.
     """
     keys = {"checkpoint": serial, "name": tag}
     values = {"created": created, "who": who, "permanent": permanent, "document_url": document_url}
@@ -232,17 +175,8 @@ def set_tag(
 def remove_tags(connection: Connection, serial: int, tags: Sequence[str], reason: str, stamp: Stamp) -> None:
     """Remove tags from a checkpoint, all of them or none.
 
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        tags: their names.
-        reason: why, for the audit log.
-        stamp: the user and time of the operation.
-
     Raises:
         NotFound: it does not have one of them.
-        PermissionDenied: one is permanent.
-        UsageError: the reason is empty.
     """
     if not reason.strip():
         raise UsageError("removing a tag needs a reason", hint="state why; the audit log keeps it")
@@ -274,12 +208,6 @@ def record_untag(
     """Remove a tag from a checkpoint if it has it, and record the removal.
 
     Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        tag: its name.
-        removed: when it was removed.
-        who: who removed it.
-        reason: why.
         document_url: the place of the document that the removal is from (None: this catalog).
     """
     connection.execute(sa.delete(Tag).where(Tag.checkpoint == serial, Tag.name == tag))
@@ -292,17 +220,7 @@ def add_hold(connection: Connection, serial: int, reason: str, until: datetime |
     """Protect a checkpoint from deletion.
 
     Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        reason: why.
         until: when the hold expires, as a duration or a time with its zone (None: when it is released).
-        stamp: the user and time of the operation.
-
-    Returns:
-        The number of the hold.
-
-    Raises:
-        UsageError: the reason is empty, or the time has no zone or is past.
     """
     if not reason.strip():
         raise UsageError("a hold needs a reason", hint="state why the checkpoint must be kept")
@@ -319,17 +237,7 @@ def add_hold(connection: Connection, serial: int, reason: str, until: datetime |
 
 
 def release_holds(connection: Connection, serial: int, stamp: Stamp, number: int | None = None) -> int:
-    """Release holds on a checkpoint.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        stamp: the user and time of the operation.
-        number: the number of the hold (default: all holds).
-
-    Returns:
-        How many were released.
-    """
+    """Release holds on a checkpoint."""
     which = [Hold.checkpoint == serial, Hold.released.is_(None)]
     if number is not None:
         which.append(Hold.id == number)
@@ -340,20 +248,7 @@ def release_holds(connection: Connection, serial: int, stamp: Stamp, number: int
 
 
 def add_metrics(connection: Connection, serial: int, metrics: Mapping[str, float], stamp: Stamp) -> bool:
-    """Set metrics of a checkpoint, replacing those with the same names.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        metrics: the values, by name.
-        stamp: the user and time of the operation.
-
-    Returns:
-        Whether any value changed.
-
-    Raises:
-        UsageError: a name cannot be a metric.
-    """
+    """Set metrics of a checkpoint, replacing those with the same names."""
     changed = {}
     for name, value in sorted(metrics.items()):
         _check_name("a metric", name)
@@ -374,17 +269,7 @@ def add_metrics(connection: Connection, serial: int, metrics: Mapping[str, float
 
 
 def add_note(connection: Connection, serial: int, text: str, stamp: Stamp) -> None:
-    """Add a note to a checkpoint.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        text: the note.
-        stamp: the user and time of the operation.
-
-    Raises:
-        UsageError: the note is empty.
-    """
+    """Add a note to a checkpoint."""
     if not text.strip():
         raise UsageError("the note is empty")
     connection.execute(sa.insert(Note).values(checkpoint=serial, text=text, created=stamp.now, who=stamp.who))

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     _Continued = tuple[str | None, str | None, dict[str, int]]
 
-__all__ = ["add_continuations", "family", "link_launches", "load_continuations", "load_families", "record_continued"]
-
 #: A training goes on from the parent of these edges; a launch of the same run that begins so continues the parent's.
 _TRAINING = ("resume", "reshard", "finetune")
 _LOCK = "ucformat:launches"
@@ -32,13 +30,7 @@ def family() -> ColumnElement[int]:
 
 
 def record_continued(connection: Connection, manifests: Mapping[str, Manifest], serials: Collection[int]) -> None:
-    """Record what the launches of new checkpoints continue, by their manifests and by the edges to their parents.
-
-    Args:
-        connection: a transaction that writes.
-        manifests: of the new checkpoints.
-        serials: of these.
-    """
+    """Record what the launches of new checkpoints continue, by their manifests and by the edges to their parents."""
     continued: dict[tuple[str, str], int] = {}
     for manifest in manifests.values():
         if manifest.launch is None:
@@ -55,12 +47,7 @@ def record_continued(connection: Connection, manifests: Mapping[str, Manifest], 
 
 
 def link_launches(connection: Connection, edges: ColumnElement[bool]) -> None:
-    """Record that the launches of children continue those of their parents, where a training went on.
-
-    Args:
-        connection: a transaction that writes.
-        edges: which edges.
-    """
+    """Record that the launches of children continue those of their parents, where a training went on."""
     child, parent = Checkpoint.__table__.alias().c, Checkpoint.__table__.alias().c
     query = (
         sa.select(child.launch_id, parent.launch_id, Launch.name, parent.commits, parent.step)
@@ -79,12 +66,7 @@ def link_launches(connection: Connection, edges: ColumnElement[bool]) -> None:
 
 
 def add_continuations(connection: Connection, continued: Mapping[tuple[int, int], int]) -> None:
-    """Record up to which position launches continue others, unless more is recorded, and join their families.
-
-    Args:
-        connection: a transaction that writes.
-        continued: the positions, by the numbers of both launches.
-    """
+    """Record up to which position launches continue others, unless more is recorded, and join their families."""
     if not continued:
         return
     lock_names(connection, _LOCK)
@@ -122,10 +104,6 @@ def load_continuations(connection: Connection, launches: Collection[int | None])
     """Load launches: the name of each, its family, and the positions up to which it continues others, by their names.
 
     None is that of checkpoints whose launch is unknown.
-
-    Args:
-        connection: a transaction.
-        launches: their numbers.
     """
     ids = sorted({number for number in launches if number is not None})
     launches_by_number: dict[int | None, _Continued] = {None: (None, None, {})}
@@ -146,12 +124,7 @@ def load_continuations(connection: Connection, launches: Collection[int | None])
 
 
 def load_families(connection: Connection, launches: Collection[int | None]) -> dict[int | None, _Continued]:
-    """As `load_continuations`, of all launches in the families of these.
-
-    Args:
-        connection: a transaction.
-        launches: their numbers.
-    """
+    """As `load_continuations`, of all launches in the families of these."""
     common = connection.scalars(sa.select(family()).where(Launch.id.in_(launches)).distinct()).all()
     members = sa.select(Launch.id).where(sa.or_(Launch.id.in_(common), Launch.family.in_(common)))
     return load_continuations(connection, connection.scalars(members).all())

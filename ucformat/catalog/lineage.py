@@ -23,18 +23,6 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.stamp import Stamp
 
-__all__ = [
-    "Direction",
-    "Lineage",
-    "LineageEdge",
-    "LineageNode",
-    "add_link",
-    "load_lineage",
-    "render_dot",
-    "render_mermaid",
-    "render_tree",
-]
-
 Direction = Literal["up", "down"]
 
 _NEAR, _FAR = 64, 1024  # steps that the first query counts, and that one counts at most
@@ -98,18 +86,7 @@ def load_lineage(
     depth: int | None,
     now: datetime,  # noqa: ARG001 - as in other queries
 ) -> Lineage:
-    """Load the lineage of a checkpoint.
-
-    Args:
-        connection: a transaction.
-        serial: the checkpoint.
-        direction: `up` to its ancestors or `down` to its descendants.
-        depth: the maximum number of steps; None for all.
-        now: unused.
-
-    Returns:
-        The graph.
-    """
+    """Load the lineage of a checkpoint."""
     if direction not in ("up", "down"):
         raise UsageError(f"{direction!r} is not a direction of lineage", hint="it is `up` or `down`")
     if depth is not None and depth < 0:
@@ -145,18 +122,10 @@ def add_link(connection: Connection, serial: int, parent: str, kind: str, stamp:
     """Record that a checkpoint was made from another.
 
     Args:
-        connection: a transaction that writes.
-        serial: the child.
         parent: a reference, or a place that is not in the catalog.
-        kind: how the child was made.
-        stamp: the user and time of the operation.
-
-    Returns:
-        Whether the edge is new.
 
     Raises:
         NotFound: the parent is neither in the catalog nor a place.
-        UsageError: the kind is unknown, or the parent is the checkpoint itself, or descends from it.
     """
     from ucformat.schema.manifest import LineageDoc
 
@@ -299,9 +268,6 @@ def _node(r: Row[Any], distance: int) -> LineageNode:
 def render_tree(lineage: Lineage) -> list[str]:
     """Render a tree for terminals.
 
-    Args:
-        lineage: the graph.
-
     Returns:
         A line for each edge. A line that begins with an arrow is the only edge from the line above, so that long chains
         stay narrow; a node that is reached again is only named, and marked `(above)`.
@@ -336,11 +302,7 @@ def _branches(edges: Sequence[LineageEdge], indent: str, arrow: str) -> list[tup
 
 
 def render_mermaid(lineage: Lineage) -> str:
-    """Render a Mermaid flowchart, with arrows from parents to children, thick if the child needs the parent's files.
-
-    Args:
-        lineage: the graph.
-    """
+    """Render a Mermaid flowchart, with arrows from parents to children, thick if the child needs the parent's files."""
     numbers = {key: f"n{i}" for i, key in enumerate(lineage.nodes)}
     lines = ["flowchart LR"]
     for key, node in lineage.nodes.items():
@@ -353,11 +315,7 @@ def render_mermaid(lineage: Lineage) -> str:
 
 
 def render_dot(lineage: Lineage) -> str:
-    """Render a Graphviz digraph, with arrows from parents to children, bold if the child needs the parent's files.
-
-    Args:
-        lineage: the graph.
-    """
+    """Render a Graphviz digraph, with arrows from parents to children, bold if the child needs the parent's files."""
     numbers = {key: f"n{i}" for i, key in enumerate(lineage.nodes)}
     lines = ["digraph lineage {", "  rankdir=LR;", "  node [shape=box];"]
     for key, node in lineage.nodes.items():

@@ -20,19 +20,6 @@ if TYPE_CHECKING:
 
     Positions = Mapping[str | None, int]
 
-__all__ = [
-    "Launched",
-    "Placed",
-    "all_continued",
-    "contradiction",
-    "contradictions",
-    "folder_launch",
-    "heads",
-    "launch_label",
-    "lines",
-    "position",
-]
-
 
 class Placed(Protocol):
     """A checkpoint with its place in a launch."""
@@ -97,12 +84,7 @@ def all_continued(launch: str | None, direct: Mapping[str | None, Mapping[str, i
 
 
 def heads(newest: Mapping[str | None, Placed], direct: Mapping[str | None, Mapping[str, int]]) -> list[str | None]:
-    """Return the launches of a run that no other continues to the end; launches that claim each other are both heads.
-
-    Args:
-        newest: the newest checkpoint of each launch.
-        direct: what launches continue, also those without a checkpoint.
-    """
+    """Return the launches of a run that no other continues to the end; launches that claim each other are both heads."""
     continued: set[tuple[str | None, str | None]] = set()
     for launch in newest:
         positions = all_continued(launch, direct)
@@ -141,10 +123,6 @@ def _newest_first(launch: Iterable[T]) -> list[T]:
 def contradictions(items: Iterable[T], name: Callable[[T], str]) -> list[str]:
     """Warn of runs in which a checkpoint was created earlier than one that it continues, by a clock that was wrong.
 
-    Args:
-        items: the checkpoints, in any order.
-        name: returns the name of a checkpoint for the warning.
-
     Returns:
         At most one warning for each run, on its newest such checkpoint.
     """
@@ -175,13 +153,6 @@ def _wrong_times(launch: Sequence[T], launches: Mapping[str | None, Sequence[T]]
 
 
 def contradiction(newer: str, created: datetime, older: str, before: datetime) -> str:
-    """The warning for two checkpoints of which one was committed later, but created earlier by its clock.
-
-    Args:
-        newer: the name of the one with more commits.
-        created: when it was created, by its writer's clock.
-        older: the name of the other.
-        before: when that one was created, which is later.
-    """
+    """The warning for two checkpoints of which one was committed later, but created earlier by its clock."""
     times = f"{created.isoformat()} and {before.isoformat()}"
     return f"{newer} was committed after {older}, but created earlier ({times}): a clock was wrong; commits decide"

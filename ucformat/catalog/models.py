@@ -16,33 +16,6 @@ from ucformat.catalog.columns import Base, Json, PlainText, UtcDateTime, column
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
 
-__all__ = [
-    "BLOCK",
-    "Alias",
-    "AliasClaim",
-    "AliasMove",
-    "Base",
-    "Checkpoint",
-    "Config",
-    "Continuation",
-    "Digest",
-    "Edge",
-    "Event",
-    "Form",
-    "Hold",
-    "Identity",
-    "Launch",
-    "Location",
-    "Metric",
-    "Note",
-    "Run",
-    "Tag",
-    "Tensor",
-    "TensorSet",
-    "Untag",
-    "Verification",
-]
-
 #: The approximate number of digests in a block. Consecutive insertions touch few pages, and a search looks into each
 #: block once: on SQLite, inserting 10,000 digests takes 10 ms instead of 45 ms under one index over all.
 BLOCK = 32_768

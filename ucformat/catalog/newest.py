@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, CompoundSelect, Connection, Select
 
-__all__ = ["Dated", "OfFamily", "before", "newest_first", "ranked", "select_newest_first", "select_newest_of_launches"]
-
 
 class Dated(Protocol):
     """The properties of a checkpoint that determine its order."""
@@ -59,11 +57,7 @@ F = TypeVar("F", bound=OfFamily)
 
 
 def newest_first(items: Iterable[F]) -> list[F]:
-    """Sort checkpoints, newest first.
-
-    Args:
-        items: the checkpoints, in any order.
-    """
+    """Sort checkpoints, newest first."""
     families: dict[object, list[F]] = {}
     for item in items:
         alone = item.run is None or (item.step is None and item.commits is None)
@@ -94,9 +88,6 @@ def _step(item: Dated) -> int:
 def select_newest_first(*where: ColumnElement[bool]) -> Select[Any]:
     """The same order as a query.
 
-    Args:
-        where: conditions on `models.Checkpoint`.
-
     Returns:
         A query for serial, id, kind, step, commits and created, and `counted`: the commits or their substitute.
     """
@@ -116,14 +107,7 @@ def select_newest_first(*where: ColumnElement[bool]) -> Select[Any]:
 
 
 def select_newest_of_launches(*where: ColumnElement[bool]) -> Select[Any]:
-    """A query for the newest checkpoints of each launch, several where they tie.
-
-    Args:
-        where: conditions on `models.Checkpoint`.
-
-    Returns:
-        A query for the columns of `select_newest_first`.
-    """
+    """A query for the newest checkpoints of each launch, several where they tie."""
     import sqlalchemy as sa
 
     from ucformat.catalog.models import Checkpoint
@@ -159,10 +143,6 @@ def before(connection: Connection, last: Select[Any]) -> ColumnElement[bool]:
     These are of the same runs. What comes before one of them has as many commits, or none and a step that is at least
     that of one with as many; in a run without counts, at least its step. What comes after all of them was created
     earlier, and changes the time of none.
-
-    Args:
-        connection: a transaction.
-        last: a query for serial, run_id, step and commits of all that were created since some time.
     """
     import sqlalchemy as sa
 

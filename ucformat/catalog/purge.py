@@ -12,9 +12,6 @@ from ucformat.catalog.retention import OWN_KIND, RetentionRow, plan_id, plan_ord
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Deferred", "PurgePlan", "end_of_grace", "plan_purge"]
-
-
 _LAST = datetime.max.replace(tzinfo=UTC)
 _SECOND, _DISAGREE = timedelta(seconds=1), timedelta(minutes=5)
 
@@ -58,13 +55,7 @@ def plan_purge(
     A checkpoint that another one needs is not purged in the same plan, so that no crash leaves a broken checkpoint.
 
     Args:
-        rows: the checkpoints; those that are committed are ignored.
-        now: the time by this host's clock.
-        default_grace: the grace period of those that have none of their own.
         clocks: the time by other clocks, in seconds; a grace period is over when all clocks that saw it begin agree.
-
-    Returns:
-        The plan.
     """
     due = sorted((row for row in rows if row.state != "committed"), key=plan_order)
     deleted = [row for row in due if row.state == "deleted"]
@@ -83,12 +74,6 @@ def plan_purge(
 
 def end_of_grace(row: RetentionRow, default: timedelta, now: datetime, clocks: Mapping[str, float]) -> datetime | None:
     """When the grace period of a deleted checkpoint is over by all available clocks.
-
-    Args:
-        row: the checkpoint.
-        default: the grace period if it has none of its own.
-        now: the time by this host's clock.
-        clocks: the time by other clocks, in seconds.
 
     Returns:
         The time by this host's clock; None if it is unknown when the checkpoint was deleted.

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ucformat.catalog.sql import Table
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["CatalogReader"]
-
 
 class CatalogReader:
     """The queries of a catalog."""
@@ -89,17 +87,7 @@ class CatalogReader:
         """Find the checkpoints that match a filter (docs/filters.md).
 
         Args:
-            where: the filter (default: all checkpoints).
-            sort: the keys to sort by (default: newest first).
-            limit: the maximum number of checkpoints (default: all).
-            offset: how many to skip (default: 0).
             deleted: include those that are no longer committed (default: only if the filter uses `state`).
-
-        Returns:
-            Their entries.
-
-        Raises:
-            UsageError: the filter or sort order is invalid, or uses a key that no checkpoint has.
         """
         with self._database.reading() as c:
             found = search.find_serials(c, where, stamp.now(), sort=sort, limit=limit, offset=offset, deleted=deleted)
@@ -109,37 +97,18 @@ class CatalogReader:
         """Count the checkpoints that match a filter.
 
         Args:
-            where: the filter (default: all checkpoints).
             deleted: include those that are no longer committed (default: only if the filter uses `state`).
-
-        Raises:
-            UsageError: as in `find`.
         """
         with self._database.reading() as c:
             return search.count_checkpoints(c, where, stamp.now(), deleted=deleted) or 0
 
     def count_few(self, where: str = "", *, deleted: bool = False) -> int | None:
-        """As `count`, but None if more than 10,000 checkpoints would have to be tested.
-
-        Args:
-            where: the filter (default: all checkpoints).
-            deleted: as for `count`.
-
-        Raises:
-            UsageError: as in `find`.
-        """
+        """As `count`, but None if more than 10,000 checkpoints would have to be tested."""
         with self._database.reading() as c:
             return search.count_checkpoints(c, where, stamp.now(), deleted=deleted, most=10_000)
 
     def lines(self, where: str = "") -> list[LineEntry]:
-        """Find the lines of all runs (docs/catalog.md), by run.
-
-        Args:
-            where: a filter that the checkpoints match (default: all).
-
-        Raises:
-            UsageError: as in `find`.
-        """
+        """Find the lines of all runs (docs/catalog.md), by run."""
         with self._database.reading() as c:
             found = search.find_lines(c, where, stamp.now())
             heads = load_entries(c, [serial for _, serial, _, _ in found], stamp.now())
@@ -149,59 +118,27 @@ class CatalogReader:
             ]
 
     def get(self, ref: str) -> Entry:
-        """Look up a checkpoint.
-
-        Args:
-            ref: a reference.
-
-        Returns:
-            Its entry.
-
-        Raises:
-            NotFound: there is none.
-            UsageError: the reference is ambiguous.
-        """
+        """Look up a checkpoint."""
         with self._database.reading() as c:
             return load_entries(c, [resolve(c, parse_ref(ref))], stamp.now())[0]
 
     def between(self, run: str, first: int, last: int) -> list[Entry]:
-        """The committed checkpoints of a run at a range of steps, in order of steps.
-
-        Args:
-            run: the run.
-            first: the first step.
-            last: the last step, which belongs to the range.
-
-        Raises:
-            NotFound: there is none.
-            UsageError: there are several at one step.
-        """
+        """The committed checkpoints of a run at a range of steps, in order of steps."""
         with self._database.reading() as c:
             return load_entries(c, refs.resolve_between(c, run, first, last), stamp.now())
 
     def commits(self, run: str) -> int:
-        """The greatest count of commits of a run's checkpoints, whether they still exist or not; 0 if none is known.
-
-        Args:
-            run: the run.
-        """
+        """The greatest count of commits of a run's checkpoints, whether they still exist or not; 0 if none is known."""
         with self._database.reading() as c:
             return refs.greatest_commits(c, run)
 
     def places(self, root: str) -> list[LocationEntry]:
-        """The recorded places of checkpoints at or below a root, sorted by url.
-
-        Args:
-            root: a path or url.
-        """
+        """The recorded places of checkpoints at or below a root, sorted by url."""
         with self._database.reading() as c:
             return refs.locations(c, same_url(root))
 
     def listings(self, root: str) -> dict[str, tuple[str, str]]:
         """The recorded file listings of the checkpoints at or below a root.
-
-        Args:
-            root: a path or url.
 
         Returns:
             By url, the checkpoint's id and the hash of its file listing.
@@ -210,48 +147,26 @@ class CatalogReader:
             return refs.listings(c, same_url(root))
 
     def tensors(self, ref: str) -> list[TensorEntry]:
-        """The tensors of a checkpoint, in the order of its manifest.
-
-        Args:
-            ref: the checkpoint.
-        """
+        """The tensors of a checkpoint, in the order of its manifest."""
         with self._database.reading() as c:
             return content.load_tensors(c, resolve(c, parse_ref(ref)))
 
     def holding(self, digest: str) -> list[tuple[Entry, TensorEntry]]:
-        """Find the checkpoints and tensors with a content digest.
-
-        Args:
-            digest: the digest, as in manifests.
-        """
+        """Find the checkpoints and tensors with a content digest."""
         with self._database.reading() as c:
             found = content.find_digest(c, digest)
             loaded = dict(zip(found, load_entries(c, list(found), stamp.now()), strict=True))
             return [(loaded[s], t) for s, tensors in found.items() for t in tensors]
 
     def lineage(self, ref: str, direction: Literal["up", "down"] = "up", depth: int | None = None) -> Lineage:
-        """Follow the lineage of a checkpoint.
-
-        Args:
-            ref: the checkpoint.
-            direction: `up` to its ancestors or `down` to its descendants.
-            depth: the maximum number of steps (default: all).
-
-        Returns:
-            The graph of the checkpoints that are reached.
-        """
+        """Follow the lineage of a checkpoint."""
         from ucformat.catalog.lineage import load_lineage
 
         with self._database.reading() as c:
             return load_lineage(c, resolve(c, parse_ref(ref)), direction, depth, stamp.now())
 
     def diff(self, a: str, b: str) -> Diff:
-        """Compare configuration, tensors, topology and metrics of two checkpoints, without reading tensors.
-
-        Args:
-            a: the first checkpoint.
-            b: the second checkpoint, whose additions and changes are listed.
-        """
+        """Compare configuration, tensors, topology and metrics of two checkpoints, without reading tensors."""
         from ucformat.catalog.diff import diff
 
         with self._database.reading() as c:
@@ -269,14 +184,10 @@ class CatalogReader:
         """Run one read-only SQL query, which the database enforces.
 
         Args:
-            statement: one SELECT, VALUES or WITH.
             limit: the maximum number of rows (default: all, up to 256 MiB).
             timeout: seconds until the query is cancelled; None for no limit (default: 60).
             memory: bytes that SQLite may allocate in this process from now on (default: no limit).
             trust_role: allow a PostgreSQL role that may do more than read tables (default: False).
-
-        Returns:
-            The rows.
         """
         from ucformat.catalog.sql import run_sql
 
@@ -289,12 +200,7 @@ class CatalogReader:
         return excess_rights(self._database)
 
     def events(self, ref: str | None = None, limit: int = 100) -> list[EventEntry]:
-        """The last events of the audit log, newest first.
-
-        Args:
-            ref: the checkpoint (default: all).
-            limit: the maximum number of events (default: 100).
-        """
+        """The last events of the audit log, newest first."""
         with self._database.reading() as c:
             return load_events(c, None if ref is None else resolve(c, parse_ref(ref)), limit)
 
@@ -304,11 +210,7 @@ class CatalogReader:
             return entries.load_aliases(c)
 
     def alias_history(self, name: str) -> list[MoveEntry]:
-        """The moves of an alias, oldest first.
-
-        Args:
-            name: the alias.
-        """
+        """The moves of an alias, oldest first."""
         with self._database.reading() as c:
             return entries.load_alias_history(c, name)
 
@@ -316,12 +218,7 @@ class CatalogReader:
         """List what protects a checkpoint at a place from deletion, even if it is not in the catalog.
 
         Args:
-            checkpoint: its id.
-            url: the place.
             annotations: include its holds, tags and aliases (default: True), not only checkpoints that need its files.
-
-        Returns:
-            The reasons.
         """
         from ucformat.catalog import deletion
 
@@ -330,10 +227,6 @@ class CatalogReader:
 
     def contradiction(self, manifest: Manifest, url: str) -> str | None:
         """Whether the manifest at a place contradicts the checkpoint that is recorded there under the same id.
-
-        Args:
-            manifest: the manifest that was read there.
-            url: the place.
 
         Returns:
             The contradiction; None if it is the same checkpoint, perhaps in the form that `materialize` makes, or if
@@ -347,9 +240,6 @@ class CatalogReader:
 
         Args:
             grace: the grace period of those that have none of their own (default: 7 days).
-
-        Returns:
-            The plan.
         """
         from ucformat.catalog.purge import plan_purge
         from ucformat.catalog.retention_rows import REMOVED, retention_rows

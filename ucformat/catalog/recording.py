@@ -36,17 +36,12 @@ if TYPE_CHECKING:
     from ucformat.catalog.stamp import Stamp
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["Found", "add_verification", "forget", "record", "record_all", "record_location", "set_run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """A checkpoint to record at a place.
 
     Args:
-        manifest: its manifest; of a foreign checkpoint, one that describes it, with an id.
-        url: the place.
-        kind: `ucformat`, or the engine that wrote it.
         run: its run (default: if it is new, the manifest's, else the name of the parent folder).
         files: of a foreign checkpoint, the number of its files and their bytes.
         replace_config: of a foreign checkpoint, replace a recorded configuration (default: False).
@@ -74,20 +69,7 @@ def record(
     files: tuple[int, int] | None,
     stamp: Stamp,
 ) -> int:
-    """Record one checkpoint at a place, as `record_all` does.
-
-    Args:
-        connection: a transaction that writes.
-        manifest: as in `Found`.
-        url: as in `Found`.
-        kind: as in `Found`.
-        run: as in `Found`.
-        files: as in `Found`.
-        stamp: the user and time of the operation.
-
-    Returns:
-        The serial of the checkpoint.
-    """
+    """Record one checkpoint at a place, as `record_all` does."""
     return record_all(connection, [Found(manifest, url, kind, run, files)], stamp)[0]
 
 
@@ -97,17 +79,8 @@ def record_all(connection: Connection, found: Sequence[Found], stamp: Stamp) -> 
     A checkpoint that `materialize` converted gets the digests of its arrays. A foreign one gets the configuration and
     the metrics that it lacks. New checkpoints are inserted together: a few statements, whatever their number.
 
-    Args:
-        connection: a transaction that writes.
-        found: the checkpoints, whose urls are normalized by `same_url`.
-        stamp: the user and time of the operation.
-
-    Returns:
-        Their serials.
-
     Raises:
         Conflict: another checkpoint has the id of one.
-        UsageError: a manifest has no id, or the database cannot store it.
     """
     for one in found:
         _check(one.manifest, one.url)
@@ -305,17 +278,7 @@ def _created(manifest: Manifest) -> datetime:
 
 
 def set_run(connection: Connection, serial: int, run: str, now: datetime) -> bool:
-    """Set the run of a checkpoint.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        run: the name of the run, which is created if it is new.
-        now: the current time.
-
-    Returns:
-        Whether it changed.
-    """
+    """Set the run of a checkpoint."""
     run_id = _run(connection, run, now)
     changed = connection.execute(
         sa.update(Checkpoint)
@@ -333,9 +296,6 @@ def record_location(connection: Connection, serial: int, url: str, stamp: Stamp,
 
     Args:
         connection: a transaction that writes, in which the caller has called `lock_names` for the url.
-        serial: the checkpoint.
-        url: the place, normalized by `same_url`.
-        stamp: the user and time of the operation.
         listing: a hash of its file listing (None: it cannot be recognised as unchanged).
 
     Returns:
@@ -376,16 +336,7 @@ def _undo_documented_deletion(connection: Connection, serial: int) -> None:
 
 
 def forget(connection: Connection, gone: Iterable[LocationEntry], stamp: Stamp) -> list[str]:
-    """Remove places, except those where a checkpoint was recorded since; one without any place becomes purged.
-
-    Args:
-        connection: a transaction that writes.
-        gone: the places, as `refs.locations` returned them.
-        stamp: the user and time of the operation.
-
-    Returns:
-        The urls that were removed.
-    """
+    """Remove places, except those where a checkpoint was recorded since; one without any place becomes purged."""
     gone = list(gone)
     lock(connection, {place.checkpoint for place in gone})
     forgotten = []
@@ -421,16 +372,7 @@ def _adopt_children(connection: Connection, ids: Mapping[str, int], urls: Mappin
 def add_verification(
     connection: Connection, serial: int, url: str, *, problems: Sequence[str], stamp: Stamp, **values: Any
 ) -> None:
-    """Record the result of a verification.
-
-    Args:
-        connection: a transaction that writes.
-        serial: the checkpoint.
-        url: the place that was verified, normalized by `same_url`.
-        problems: the problems; the first 100 are stored.
-        stamp: the user and time of the operation.
-        values: the other columns of `verification`.
-    """
+    """Record the result of a verification."""
     stored = storable_json(problems[:100])
     row = {"checkpoint": serial, "url": url, "at": stamp.now, "problems": stored, **values}
     connection.execute(sa.insert(Verification).values(row))

@@ -36,23 +36,6 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.lines import Placed
 
-__all__ = [
-    "LocationEntry",
-    "Ref",
-    "greatest_commits",
-    "is_place",
-    "listings",
-    "locations",
-    "parent_name",
-    "parse_ref",
-    "places_of",
-    "resolve",
-    "resolve_between",
-    "resolve_committed",
-    "same_place",
-    "same_url",
-]
-
 _log = logging.getLogger("ucformat")
 _PREFIXES = ("alias:", "launch:", "folder:")
 _ID = re.compile(r"[0-9a-f]{4,64}", re.ASCII)
@@ -73,25 +56,14 @@ class Ref:
 
 
 def is_place(text: str) -> bool:
-    """Whether a reference can only be a path or a url.
-
-    Args:
-        text: the reference.
-    """
+    """Whether a reference can only be a path or a url."""
     if text.startswith(_PREFIXES):
         return False
     return "://" in text or text.startswith(("/", "./", "../", "~")) or text in (".", "..")
 
 
 def parse_ref(text: str) -> Ref:
-    """Parse a reference; text that is no other kind of reference is a place.
-
-    Args:
-        text: the reference, as in the description of this module.
-
-    Raises:
-        UsageError: it is empty, or an alias without a name.
-    """
+    """Parse a reference; text that is no other kind of reference is a place."""
     if not text:
         raise UsageError("an empty reference names no checkpoint", hint="write run@step, alias:name, an id, or a path")
     if is_place(text):
@@ -124,9 +96,6 @@ def parse_ref(text: str) -> Ref:
 def same_url(place: str) -> str:
     """Normalize a place, so that the catalog finds it again.
 
-    Args:
-        place: a path or url.
-
     Returns:
         An absolute path, or a url without a slash at the end.
     """
@@ -143,32 +112,13 @@ def same_place(url: str) -> str:
 
 
 def parent_name(url: str) -> str | None:
-    """The name of the parent folder.
-
-    Args:
-        url: a normalized place.
-
-    Returns:
-        The name; None if there is no parent.
-    """
+    """The name of the parent folder."""
     parts = [p for p in url.partition("://")[2].split("/") if p] if "://" in url else [p for p in url.split("/") if p]
     return parts[-2] if len(parts) > 1 else None
 
 
 def resolve(connection: Connection, ref: Ref) -> int:
-    """Look up a reference.
-
-    Args:
-        connection: a transaction.
-        ref: the reference.
-
-    Returns:
-        The serial of the checkpoint.
-
-    Raises:
-        NotFound: no checkpoint matches.
-        UsageError: several match; the message lists them.
-    """
+    """Look up a reference."""
     if ref.alias is not None:
         return _alias(connection, ref.alias)
     if ref.run is not None:
@@ -209,18 +159,8 @@ def resolve(connection: Connection, ref: Ref) -> int:
 def resolve_between(connection: Connection, run: str, first: int, last: int) -> list[int]:
     """Look up the committed checkpoints of a run at a range of steps.
 
-    Args:
-        connection: a transaction.
-        run: the run.
-        first: the first step.
-        last: the last step, which belongs to the range.
-
     Returns:
         The serials of the checkpoints, in order of steps; of several at one step the universal one.
-
-    Raises:
-        NotFound: there is none.
-        UsageError: several match at one step; the message lists them.
     """
     there = (Checkpoint.run_id == _run_id(connection, run), Checkpoint.step.between(first, last))
     query = sa.select(*_COLUMNS).where(*there, unindexed(Checkpoint.state) == "committed").order_by(Checkpoint.step)
@@ -239,7 +179,6 @@ def greatest_commits(connection: Connection, run: str) -> int:
     """The greatest count of commits of a run's checkpoints; 0 if none is known.
 
     Args:
-        connection: a transaction.
         run: the run, which need not be in the catalog.
     """
     of_run = Checkpoint.run_id == sa.select(Run.id).where(Run.name == run).scalar_subquery()
@@ -250,15 +189,7 @@ def resolve_committed(connection: Connection, ref: str, *others: int | None) -> 
     """Look up a committed checkpoint, and lock it together with others so that transactions cannot deadlock.
 
     Args:
-        connection: a transaction that writes.
-        ref: the reference.
         others: serials of other checkpoints to lock (None is ignored).
-
-    Returns:
-        The serial of the checkpoint.
-
-    Raises:
-        PermissionDenied: it is not committed.
     """
     serial = resolve(connection, parse_ref(ref))
     state = lock(connection, {serial, *(o for o in others if o is not None)})[serial]
@@ -387,11 +318,7 @@ def _warn_of_clocks(connection: Connection, there: tuple[Any, ...], newest: Any)
 
 
 def _one(ref: Ref, matches: Sequence[Any]) -> int:
-    """The only match; among several checkpoints of one step, the universal one.
-
-    Raises:
-        UsageError: several match.
-    """
+    """The only match; among several checkpoints of one step, the universal one."""
     if len(matches) > 1 and ref.run is not None:
         matches = [r for r in matches if r.kind == "ucformat"] or matches
     if len(matches) > 1:
@@ -417,15 +344,7 @@ class LocationEntry:
 
 
 def locations(connection: Connection, root: str) -> list[LocationEntry]:
-    """The recorded places at or below a root.
-
-    Args:
-        connection: a transaction.
-        root: the root, normalized by `same_url`.
-
-    Returns:
-        The places, sorted by url.
-    """
+    """The recorded places at or below a root."""
     root = root.rstrip("/")
     below = sa.or_(Location.url == root, starts_with(Location.url, f"{root}/"))
     query = sa.select(Location.url, Location.checkpoint, Location.seen).where(below).order_by(Location.url)
@@ -434,10 +353,6 @@ def locations(connection: Connection, root: str) -> list[LocationEntry]:
 
 def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
     """The recorded file listings of the checkpoints at or below a root.
-
-    Args:
-        connection: a transaction.
-        root: the root, normalized by `same_url`.
 
     Returns:
         By url, the checkpoint's id and the hash of its file listing; places without a hash are left out.
@@ -454,10 +369,6 @@ def listings(connection: Connection, root: str) -> dict[str, tuple[str, str]]:
 
 def places_of(connection: Connection, serials: Sequence[int]) -> dict[str, list[str]]:
     """The places of checkpoints.
-
-    Args:
-        connection: a transaction.
-        serials: the checkpoints.
 
     Returns:
         The sorted urls, by id; checkpoints without a place are left out.

@@ -26,19 +26,6 @@ if TYPE_CHECKING:
 
     from ucformat.schema.policy import Best, Last, Policy
 
-__all__ = [
-    "Kept",
-    "RetentionHold",
-    "RetentionPlan",
-    "RetentionRow",
-    "load_policy",
-    "needed_by",
-    "plan_id",
-    "plan_order",
-    "plan_retention",
-    "protections",
-]
-
 OWN_KIND = "ucformat"
 _MAX_NAMED = 10  # checkpoints that need another, named in a reason
 
@@ -128,16 +115,7 @@ class RetentionPlan:
 
 
 def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) -> RetentionPlan:
-    """Apply a policy to checkpoints, without deleting anything.
-
-    Args:
-        policy: the policy.
-        rows: the checkpoints, in any order.
-        now: the time, with its zone.
-
-    Returns:
-        The plan.
-    """
+    """Apply a policy to checkpoints, without deleting anything."""
     judged, untouched, keep, delete = [], [], [], []
     for row in sorted(rows, key=plan_order):
         why = _not_judged(policy, row)
@@ -159,21 +137,12 @@ def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) 
 
 
 def plan_order(row: RetentionRow) -> tuple[object, ...]:
-    """The sort key of plans: by run, then by step; checkpoints without either come first.
-
-    Args:
-        row: the checkpoint.
-    """
+    """The sort key of plans: by run, then by step; checkpoints without either come first."""
     return (row.run is not None, row.run or "", *_by_step(row))
 
 
 def protections(row: RetentionRow, now: datetime) -> tuple[str, ...]:
-    """The reasons why a checkpoint must not be deleted, independent of any policy.
-
-    Args:
-        row: the checkpoint.
-        now: the time that holds are compared with.
-    """
+    """The reasons why a checkpoint must not be deleted, independent of any policy."""
     return (
         *(f"alias {name}" for name in sorted(row.aliases)),
         *(f"alias {name} in another catalog" for name in sorted(row.claims)),
@@ -184,11 +153,7 @@ def protections(row: RetentionRow, now: datetime) -> tuple[str, ...]:
 
 
 def needed_by(dependents: Sequence[str]) -> Iterator[str]:
-    """The reasons for keeping a checkpoint that others need: the first ten by id, then the number of the others.
-
-    Args:
-        dependents: the ids of the checkpoints that need it.
-    """
+    """The reasons for keeping a checkpoint that others need: the first ten by id, then the number of the others."""
     named = dependents if len(dependents) <= _MAX_NAMED else nsmallest(_MAX_NAMED, dependents)
     yield from (f"needed by {name}" for name in sorted(named))
     if len(dependents) > _MAX_NAMED:
@@ -200,12 +165,7 @@ def _hold(hold: RetentionHold) -> str:
 
 
 def plan_id(action: object, rows: Iterable[RetentionRow]) -> str:
-    """The id of a plan: a hash of its action and its checkpoints.
-
-    Args:
-        action: a JSON value, such as the policy.
-        rows: the checkpoints that are deleted or purged.
-    """
+    """The id of a plan: a hash of its action and its checkpoints."""
     text = json.dumps([action, sorted(row.id for row in rows)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -306,18 +266,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def load_policy(source: Path | str | Mapping[str, Any]) -> Policy:
-    """Read and validate a retention policy.
-
-    Args:
-        source: a YAML or JSON file, or a mapping that was read from one.
-
-    Returns:
-        The policy.
-
-    Raises:
-        UsageError: it is not a policy; the message lists all errors.
-        UpgradeNeeded: its version is newer than this ucformat knows.
-    """
+    """Read and validate a retention policy."""
     from ucformat.config_files import read_config_file
     from ucformat.schema import policy as schema
     from ucformat.schema.layout import Faults, checked

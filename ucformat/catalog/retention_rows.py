@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from sqlalchemy import BindParameter, ColumnElement, Connection, Executable
 
-__all__ = ["LIVE", "REMOVED", "near", "retention_rows"]
-
 #: States of checkpoints that were deleted and are still in storage; and of all that are in storage.
 REMOVED = ("deleted", "purging")
 LIVE = ("committed", *REMOVED)
@@ -76,14 +74,7 @@ def retention_rows(
     """Load checkpoints for retention, without those that are purged or replaced.
 
     Args:
-        connection: a transaction.
-        now: the time that filters with ages refer to.
-        filters: the filters whose matches are needed, as in `policy.filters()`.
-        metrics: the metrics that are needed.
-        serials: the checkpoints (default: all).
-        scope: a filter that the checkpoints match (default: all).
         states: of the checkpoints (default: all that are not purged or replaced).
-        needed: by id, the ids of checkpoints that need its files according to the documents beside it.
     """
     given: dict[str, Any] = {"states": states} | ({} if serials is None else {"serials": serials})
     scoped = () if scope is None else (_condition(connection, scope, now),)
@@ -161,7 +152,8 @@ def _rows(table: Any, *these: ColumnElement[bool]) -> Executable:
 
 
 def _condition(connection: Connection, text: str, now: datetime) -> ColumnElement[bool]:
-    from ucformat.catalog.filter import check_names, compile_filter, parse
+    from ucformat.catalog.filter import parse
+    from ucformat.catalog.filter.compile import check_names, compile_filter
 
     node = parse(text)
     check_names(connection, node, text)
@@ -173,11 +165,6 @@ def _dependents(connection: Connection, serials: Collection[int], places: Mappin
 
     An edge refers to its parent by serial, or by a folder that contains the parent's place or is inside it. There are a
     few queries, whatever the number of edges.
-
-    Args:
-        connection: a transaction.
-        serials: those that may be needed.
-        places: of these, by url.
     """
     urls = sorted(places)
     common = commonprefix(urls)  # noqa: RUF071 - what touches one of these begins with it, or it with that
@@ -206,11 +193,6 @@ def _touching_some(connection: Connection, serials: Collection[int], common: str
     """The edges to these checkpoints or to places that begin with the same text; or all by which files are needed.
 
     The latter if they are fewer than the checkpoints, or if very many places begin so.
-
-    Args:
-        connection: a transaction.
-        serials: the checkpoints.
-        common: how their places begin.
     """
     most = 2 * len(serials)
 
@@ -238,9 +220,5 @@ def _folders(place: str) -> Iterator[str]:
 
 
 def near(url: str) -> ColumnElement[bool]:
-    """Whether an edge refers to a place, a folder above it, or something inside it.
-
-    Args:
-        url: the place, normalized by `same_url`.
-    """
+    """Whether an edge refers to a place, a folder above it, or something inside it."""
     return sa.or_(Edge.parent_url.in_([*_folders(url)]), starts_with(Edge.parent_url, f"{url}/"))

@@ -27,24 +27,6 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.stamp import Stamp
 
-__all__ = [
-    "MAX_IN_LIST",
-    "TOUCHED",
-    "EventEntry",
-    "all_blocks",
-    "event",
-    "events",
-    "get_or_insert",
-    "insert_if_absent",
-    "insert_rows",
-    "load_events",
-    "lock",
-    "lock_names",
-    "starts_with",
-    "touch",
-    "update_checkpoints",
-]
-
 #: Serials in one IN list.
 MAX_IN_LIST = 5000
 _LOCK_NAMES = sa.text("select count(pg_advisory_xact_lock(number)) from unnest(cast(:numbers as bigint[])) as number")
@@ -54,10 +36,6 @@ def lock_names(connection: Connection, *names: str) -> None:
     """Take named locks until the transaction ends, for what has no row to lock yet.
 
     A parent may be recorded while a child looks for it, for instance.
-
-    Args:
-        connection: a transaction that writes; on SQLite, which has one writer at a time, nothing is done.
-        names: the names, such as an id or url.
     """
     if connection.dialect.name == "postgresql":
         hashes = {blake2b(w.encode("utf-8", "surrogatepass"), digest_size=8).digest() for w in names}
@@ -67,10 +45,6 @@ def lock_names(connection: Connection, *names: str) -> None:
 
 def lock(connection: Connection, serials: Iterable[int]) -> dict[int, str]:
     """Lock rows of checkpoints until the transaction ends. Rows that refer to them can still be added.
-
-    Args:
-        connection: a transaction that writes.
-        serials: the checkpoints.
 
     Returns:
         Their states, by serial; those that do not exist are left out.
@@ -89,27 +63,12 @@ TOUCHED = "touched"
 
 
 def event(connection: Connection, action: str, stamp: Stamp, checkpoint: int | None, **detail: Any) -> None:
-    """Append an event to the audit log.
-
-    Args:
-        connection: a transaction that writes.
-        action: what was done, such as `tag`.
-        stamp: the user and time of the operation.
-        checkpoint: the serial (None: no checkpoint).
-        detail: JSON values.
-    """
+    """Append an event to the audit log."""
     events(connection, action, stamp, {checkpoint: detail})
 
 
 def events(connection: Connection, action: str, stamp: Stamp, details: Mapping[int | None, Mapping[str, Any]]) -> None:
-    """Append an event for each checkpoint to the audit log.
-
-    Args:
-        connection: a transaction that writes.
-        action: what was done.
-        stamp: the user and time of the operation.
-        details: JSON values, by the serials of the checkpoints.
-    """
+    """Append an event for each checkpoint to the audit log."""
     about = {"at": stamp.now, "who": stamp.who, "action": action}
     if details:
         rows = [{**about, "checkpoint": c, "detail": storable_json(detail)} for c, detail in details.items()]
@@ -117,12 +76,7 @@ def events(connection: Connection, action: str, stamp: Stamp, details: Mapping[i
 
 
 def touch(connection: Connection, serials: Iterable[int]) -> None:
-    """Mark the documents beside checkpoints as out of date.
-
-    Args:
-        connection: a transaction that writes.
-        serials: the checkpoints, which are locked.
-    """
+    """Mark the documents beside checkpoints as out of date."""
     serials = set(serials)
     connection.info.setdefault(TOUCHED, set()).update(serials)
     lock(connection, serials)
@@ -130,13 +84,7 @@ def touch(connection: Connection, serials: Iterable[int]) -> None:
 
 
 def update_checkpoints(connection: Connection, serials: Iterable[int], **values: Any) -> None:
-    """Update columns of checkpoints.
-
-    Args:
-        connection: a transaction that writes.
-        serials: the checkpoints, which the caller has locked.
-        values: the new values, by column.
-    """
+    """Update columns of checkpoints."""
     chosen = sorted(serials)
     for at in range(0, len(chosen), MAX_IN_LIST):
         page = Checkpoint.serial.in_(chosen[at : at + MAX_IN_LIST])
@@ -144,17 +92,7 @@ def update_checkpoints(connection: Connection, serials: Iterable[int], **values:
 
 
 def get_or_insert(connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any]) -> int:
-    """Get or create the row with these unique values.
-
-    Args:
-        connection: a transaction that writes.
-        table: a model with an `id`.
-        keys: the unique columns.
-        values: the other columns of a new row.
-
-    Returns:
-        The id.
-    """
+    """Get or create the row with these unique values."""
     where = [getattr(table, k) == v for k, v in keys.items()]
     found = connection.scalar(sa.select(table.id).where(*where))
     if found is None:
@@ -168,13 +106,6 @@ def insert_if_absent(
     connection: Connection, table: Any, keys: Mapping[str, Any], values: Mapping[str, Any], returning: Any
 ) -> int | None:
     """Insert a row unless one with these unique values exists.
-
-    Args:
-        connection: a transaction that writes.
-        table: the model.
-        keys: the unique columns.
-        values: the other columns.
-        returning: a column of the inserted row.
 
     Returns:
         The value of that column; None if the row existed.
@@ -205,9 +136,6 @@ def unindexed(column: Any) -> ColumnElement[Any]:
     """A column whose index SQLite does not use.
 
     It has no statistics, and takes the index of a column with a few values, like a state, for a selective one.
-
-    Args:
-        column: the column.
     """
     found = _Unindexed(column)
     found.type = column.type
@@ -215,15 +143,7 @@ def unindexed(column: Any) -> ColumnElement[Any]:
 
 
 def starts_with(column: Any, text: str) -> ColumnElement[bool]:
-    """Test a prefix exactly, by the column's index; LIKE has wildcards, and ignores case on SQLite.
-
-    Args:
-        column: text.
-        text: the prefix.
-
-    Returns:
-        The condition.
-    """
+    """Test a prefix exactly, by the column's index; LIKE has wildcards, and ignores case on SQLite."""
     begins: ColumnElement[bool] = column >= text
     kept = text.rstrip(chr(_LAST))  # no character comes after the last one
     if not kept:
@@ -252,9 +172,6 @@ def insert_rows(
     PostgreSQL, by COPY.
 
     Args:
-        connection: a transaction that writes.
-        table: its name.
-        columns: their names.
         rows: the values, in the order of the columns; text must have passed `storable_text`.
     """
     if not rows:
@@ -308,13 +225,7 @@ class EventEntry:
 
 
 def load_events(connection: Connection, serial: int | None, limit: int) -> list[EventEntry]:
-    """The last events of the audit log, newest first.
-
-    Args:
-        connection: a transaction.
-        serial: the checkpoint (None: all).
-        limit: the maximum number of events.
-    """
+    """The last events of the audit log, newest first."""
     query = (
         sa.select(Event.at, Event.who, Event.action, Checkpoint.id, Event.detail)
         .outerjoin(Checkpoint, Checkpoint.serial == Event.checkpoint)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.filter.syntax import Sort
 
-__all__ = ["NEWEST", "count_checkpoints", "find_lines", "find_serials", "is_empty"]
-
 #: The default order (`catalog.newest`).
 NEWEST = "newest"
 
@@ -37,20 +35,7 @@ def find_serials(
     offset: int,
     deleted: bool,
 ) -> list[int]:
-    """Find the checkpoints that match a filter.
-
-    Args:
-        connection: a transaction.
-        where: the filter; empty for all checkpoints.
-        now: the time that ages and holds refer to.
-        sort: the keys to sort by, or NEWEST.
-        limit: the maximum number of checkpoints (None: all).
-        offset: how many to skip.
-        deleted: include those that are no longer committed, as a filter on `state` does.
-
-    Returns:
-        Their serials, in order.
-    """
+    """Find the checkpoints that match a filter."""
     conditions = _where(connection, where, now, deleted=deleted)
     if sort == NEWEST:
         chosen = _newest_first(connection, conditions, None if limit is None else max(1, offset + limit))
@@ -106,7 +91,8 @@ def _created(connection: Connection, number: int, *where: ColumnElement[bool]) -
 
 
 def _order(connection: Connection, sort: str, now: datetime) -> tuple[Sort, list[ColumnElement[Any]]]:
-    from ucformat.catalog.filter import check_names, compile_sort, parse_sort
+    from ucformat.catalog.filter.compile import check_names, compile_sort
+    from ucformat.catalog.filter.parse import parse_sort
 
     by = parse_sort(sort)
     check_names(connection, by, sort)
@@ -149,10 +135,6 @@ def count_checkpoints(
     """Count the checkpoints that match a filter.
 
     Args:
-        connection: a transaction.
-        where: the filter; empty for all checkpoints.
-        now: the time that ages and holds refer to.
-        deleted: include those that are no longer committed, as a filter on `state` does.
         most: how many checkpoints to test at most (None: all).
 
     Returns:
@@ -192,9 +174,7 @@ def find_lines(connection: Connection, where: str, now: datetime) -> list[tuple[
     """Find the lines of all runs, by run and then the newest first.
 
     Args:
-        connection: a transaction.
         where: a filter that the checkpoints match; empty for all.
-        now: the time that ages and holds refer to.
 
     Returns:
         Of each line the run, the serial of the head, the number of checkpoints, and their bytes.
@@ -218,11 +198,7 @@ def find_lines(connection: Connection, where: str, now: datetime) -> list[tuple[
 
 
 def is_empty(connection: Connection) -> bool:
-    """Whether there is no checkpoint at all.
-
-    Args:
-        connection: a transaction.
-    """
+    """Whether there is no checkpoint at all."""
     return connection.scalar(sa.select(Checkpoint.serial).limit(1)) is None
 
 
@@ -263,7 +239,10 @@ def _where(connection: Connection, where: str, now: datetime, *, deleted: bool) 
     parts: list[tuple[ColumnElement[bool], Select[Any] | None]] = []
     keys: set[str] = set()
     if where.strip():
-        from ucformat.catalog.filter import check_names, compile_filter, compile_rows, operands, parse, used_keys
+        from ucformat.catalog.filter import parse
+        from ucformat.catalog.filter.check import used_keys
+        from ucformat.catalog.filter.compile import check_names, compile_filter, compile_rows
+        from ucformat.catalog.filter.syntax import operands
 
         node = parse(where)
         check_names(connection, node, where)

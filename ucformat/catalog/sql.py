@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.database import Database
 
-__all__ = ["TIMEOUT", "Table", "excess_rights", "run_sql"]
-
 TIMEOUT = 60.0  # seconds
 _MAX_RESULT = 256 << 20  # bytes of all the values of a result
 
@@ -58,22 +56,11 @@ def run_sql(
     """Run one query.
 
     Args:
-        database: the database of the catalog.
-        statement: one SELECT, VALUES or WITH.
         limit: the maximum number of rows (default: all, up to 256 MiB).
         timeout: seconds until the query is cancelled; None for no limit (default: 60).
         memory: bytes that SQLite may allocate in this process from now on, since it has no limit for one connection
             (default: no limit).
         trust_role: allow a PostgreSQL role that may do more than read tables (default: False).
-
-    Returns:
-        The rows.
-
-    Raises:
-        PermissionDenied: it is not a query, or it writes.
-        UnsafeError: PostgreSQL's role may do more than read tables.
-        UsageError: it is not valid SQL, or an argument is out of range.
-        UcformatError: it took too long, or its result is too large.
     """
     if limit is not None and limit < 0:
         raise UsageError(f"the limit cannot be {limit}", hint="leave it out for all rows")

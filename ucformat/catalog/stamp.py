@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-__all__ = ["GRACE", "Stamp", "clocks", "make_stamp", "now"]
-
 #: The default grace period, in which a deleted checkpoint can be restored.
 GRACE = timedelta(days=7)
 
@@ -37,9 +35,6 @@ def now() -> datetime:
 
 def clocks(connection: Connection) -> dict[str, float]:
     """Read other clocks than this host's.
-
-    Args:
-        connection: a transaction.
 
     Returns:
         The times in seconds, by clock; only differences between two readings of a clock are meaningful.

@@ -10,8 +10,6 @@ import click
 from ucformat._version import __version__
 from ucformat.cli.program import LazyGroup, Program
 
-__all__ = ["main", "ucp"]
-
 _ALIAS = LazyGroup(
     "alias",
     {

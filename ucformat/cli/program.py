@@ -16,15 +16,9 @@ from ucformat.cli.ui.output import INTERRUPTED, print_error
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Interrupted", "LazyGroup", "Program"]
-
 
 class Interrupted(Exception):
-    """Ctrl-C during a command, with a message on the state of its work.
-
-    Args:
-        message: what was done, and how to continue.
-    """
+    """Ctrl-C during a command, with a message on the state of its work."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -35,10 +29,7 @@ class LazyGroup(click.Group):
     """A group that imports a command when it is called.
 
     Args:
-        name: its name.
-        lazy: by name, the command (`module:attribute` in `ucformat.cli.commands`, or a command) and its line of help.
         sections: by the first command of each section of the help, the section's title.
-        attributes: as for `click.Group`.
     """
 
     def __init__(
@@ -54,23 +45,11 @@ class LazyGroup(click.Group):
         self.sections = sections or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """The names of the commands, in the order of the table.
-
-        Args:
-            ctx: unused.
-        """
+        """The names of the commands, in the order of the table."""
         return list(self.lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Import a command.
-
-        Args:
-            ctx: unused.
-            cmd_name: its name.
-
-        Returns:
-            The command; None if there is none.
-        """
+        """Import a command."""
         if cmd_name not in self.lazy:
             return None
         home = self.lazy[cmd_name][0]
@@ -84,18 +63,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that the arguments name.
-
-        Args:
-            ctx: the context of the group.
-            args: the arguments, the command's name first.
-
-        Returns:
-            The name, the command and the other arguments.
-
-        Raises:
-            click.UsageError: there is no such command; the message lists all.
-        """
+        """Find the command that the arguments name."""
         if args[0] not in self.lazy and not args[0].startswith("-"):
             near = get_close_matches(args[0], self.lazy, 1)
             meant = f"did you mean {near[0]}? " if near else ""
@@ -103,12 +71,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        """Write the list of commands without importing them.
-
-        Args:
-            ctx: unused.
-            formatter: the formatter of the help.
-        """
+        """Write the list of commands without importing them."""
         parts: dict[str, list[tuple[str, str]]] = {}
         title = "Commands"
         for name, (_, text) in self.lazy.items():
@@ -123,12 +86,7 @@ class Program(LazyGroup):
     """The command line: a LazyGroup that ends the process with the exit code of the command or error."""
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **extra: Any) -> Any:
-        """Run a command and exit, with 0 or the exit code of an error, which is printed to stderr.
-
-        Args:
-            args: the arguments (default: those of the process).
-            extra: as for `click.Group.main`.
-        """
+        """Run a command and exit, with 0 or the exit code of an error, which is printed to stderr."""
         argv = sys.argv[1:] if args is None else list(args)
         as_json = "--json" in argv
         _hide_secrets(argv)

@@ -52,15 +52,7 @@ EXPORTERS = _Exporters()
 
 
 def make_exporter(kind: str, **options: Any) -> Exporter:
-    """The exporter of a kind.
-
-    Args:
-        kind: its name.
-        options: its options.
-
-    Raises:
-        UsageError: there is no such kind, or it has no such option.
-    """
+    """The exporter of a kind."""
     if kind not in EXPORTERS:
         raise UsageError(f"there is no export to {kind!r}", hint=f"there are: {', '.join(_HOMES)}")
     return EXPORTERS[kind](**options)

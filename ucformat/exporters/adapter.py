@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["ADAPTER_CONFIG", "adapter_names", "is_wrapped"]
-
 ADAPTER_CONFIG = "adapter_config.json"
 _ROOT = "base_model.model."
 #: Parameters of an adapter: what PEFT calls them in its file, the adapter, and what follows.
@@ -25,27 +23,14 @@ _OF_BASE = re.compile(r".*\.(base_layer|original_module)\..+")
 
 
 def is_wrapped(names: Iterable[str]) -> bool:
-    """Whether tensors have the names of a model that PEFT has wrapped, which no loader of models knows.
-
-    Args:
-        names: of the tensors.
-    """
+    """Whether tensors have the names of a model that PEFT has wrapped, which no loader of models knows."""
     return any(_PARAMETER.fullmatch(name) or _OF_BASE.fullmatch(name) for name in names)
 
 
 def adapter_names(
     source: Checkpoint, infos: Sequence[TensorInfo], assets: Mapping[str, bytes]
 ) -> dict[str, TensorInfo]:
-    """The tensors of the adapter, by their names in PEFT's file.
-
-    Args:
-        source: a checkpoint of a wrapped model.
-        infos: its weights.
-        assets: the files that are exported beside them.
-
-    Raises:
-        UnsupportedError: the adapter has no configuration, is not one of LoRA, or there are several.
-    """
+    """The tensors of the adapter, by their names in PEFT's file."""
     _check(source, assets)
     out: dict[str, TensorInfo] = {}
     adapters: set[str] = set()

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import Place, StatePath
 
-__all__ = ["DcpExporter", "DcpOptions", "elements"]
-
 _PARAMETER = ("weight", "master")
 _PLAIN = ("params", "state")  # keys of a group that are not hyper-parameters
 
@@ -95,12 +93,7 @@ class DcpExporter(Exporter):
 
 
 def elements(info: TensorInfo, box: Box) -> Storage:
-    """The elements of a box of a tensor.
-
-    Args:
-        info: the tensor.
-        box: the box.
-    """
+    """The elements of a box of a tensor."""
     return Storage(Span(info.dtype, box.size, ((info, Piece(box, 0, row_major(box.shape))),) if box.size else ()))
 
 
@@ -108,11 +101,8 @@ class _State:
     """The entries of the program's state.
 
     Attributes:
-        entries: by name.
         paths: the path of each, by name.
-        aliases: further names of entries.
         kept: the tensors that have a place.
-        left: what has none.
     """
 
     def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo], options: DcpOptions) -> None:

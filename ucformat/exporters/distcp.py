@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import StatePath
 
-__all__ = ["DistcpOptions", "Entry", "ItemFiles", "TensorEntry", "ValueEntry", "save_id_of"]
-
 METADATA = ".metadata"
 _VERSION = "1.0.0"  # of DCP's format; readers before PyTorch 2.9 ignore it
 _FILE_BYTES, _ITEM_BYTES = 1_000_000_000, 64 << 20
@@ -75,8 +73,6 @@ class TensorEntry:
 
     Attributes:
         name: its name in the target (FQN).
-        dtype: its dtype.
-        shape: its shape.
         storage: returns the elements of a box of it, row-major.
         label: what it is in the source, for messages.
         leading: dims in which each chunk has one index.
@@ -115,16 +111,7 @@ class _Item:
 
 
 class ItemFiles:
-    """Places the items of all entries in files.
-
-    Args:
-        entries: the entries, in order.
-        options: the sizes of items and files.
-        aliases: further names, and the entry for each, which is stored once.
-
-    Raises:
-        UnsupportedError: two entries have the same name, or PyTorch has no such dtype.
-    """
+    """Places the items of all entries in files."""
 
     def __init__(
         self, entries: Iterable[Entry], options: DistcpOptions, aliases: Mapping[str, str] | None = None
@@ -192,7 +179,6 @@ class ItemFiles:
 
         Args:
             paths: the path of each entry in the program's state, by name; None: the format has none.
-            save_id: the UUID of the save.
         """
         described: dict[str, Any] = {}
         stored: dict[Any, Any] = {}
@@ -226,13 +212,7 @@ class ItemFiles:
 
 
 def save_id_of(source: Checkpoint, infos: Sequence[TensorInfo], options: object) -> str:
-    """A UUID that identifies what is exported.
-
-    Args:
-        source: the checkpoint.
-        infos: the tensors.
-        options: the exporter's.
-    """
+    """A UUID that identifies what is exported."""
     facts = [source.id, repr(options), [(*i.key, i.dtype, i.shape) for i in infos]]
     return str(uuid.UUID(bytes=hashlib.sha256(json.dumps(facts).encode()).digest()[:16], version=4))
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ucformat.exporters.megatron_common import Wrapped
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["MegatronExporter", "MegatronOptions"]
-
 _CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -168,11 +166,7 @@ class _Tensors:
         return self._stacked("", self._weights)
 
     def states(self, prefixes: dict[bool, str]) -> Iterator[TensorEntry]:
-        """The optimizer's entries.
-
-        Args:
-            prefixes: of the names, by whether the parameter is an expert's.
-        """
+        """The optimizer's entries."""
         master = _MASTER if self.wrapped == "distributed" else _MASTER_OF_16_BITS
         by_state = {master: self._masters} | {s: {k.name: k for k in keys} for s, keys in self._states.items()}
         for state, mine in by_state.items():

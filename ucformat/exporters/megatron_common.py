@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["Common", "Wrapped", "common_of", "has_distributed_optimizer", "is_megatron", "objects_of"]
-
 _SHARDING = "fully_reshardable"
 
 #: How the state dict of the torch optimizer lies in that of Megatron's: inside that of the distributed optimizer, or of
@@ -65,18 +63,7 @@ def common_of(
     prefixes: Mapping[bool, str],
     wrapped: Wrapped,
 ) -> Common:
-    """The values that all ranks share.
-
-    Args:
-        source: the checkpoint.
-        infos: the tensors that are exported.
-        trained: the names of the parameters that have optimizer states.
-        prefixes: one for each optimizer, by whether it trains experts.
-        wrapped: the kind of Megatron's optimizer.
-
-    Raises:
-        UnsupportedError: the parameters of a group of Megatron's have different hyper-parameters.
-    """
+    """The values that all ranks share."""
     common = Common({"checkpoint_version": 3.0})
     if source.metadata.step is not None:
         common.values["iteration"] = source.metadata.step
@@ -105,11 +92,7 @@ def common_of(
 
 
 def objects_of(source: Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """The values of single ranks, layers and experts, by their keys; and what cannot be written.
-
-    Args:
-        source: the checkpoint.
-    """
+    """The values of single ranks, layers and experts, by their keys; and what cannot be written."""
     found = Common({})
     for name, data in source.objects.items():
         if not _is_sharded(source, data):
@@ -128,20 +111,12 @@ def _is_sharded(source: Checkpoint, data: Any) -> bool:
 
 
 def is_megatron(source: Checkpoint) -> bool:
-    """Whether a checkpoint came from Megatron, perhaps by a conversion.
-
-    Args:
-        source: the checkpoint.
-    """
+    """Whether a checkpoint came from Megatron, perhaps by a conversion."""
     return source.metadata.engine.get("name") == "megatron-core"
 
 
 def has_distributed_optimizer(source: Checkpoint) -> bool:
-    """Whether the optimizer of a Megatron checkpoint is the distributed one; of other sources true.
-
-    Args:
-        source: the checkpoint.
-    """
+    """Whether the optimizer of a Megatron checkpoint is the distributed one; of other sources true."""
     args = source.objects.get("args") if is_megatron(source) else None
     return not isinstance(args, dict) or args.get("use_distributed_optimizer") is not False
 
@@ -228,11 +203,7 @@ def _groups(
 
 
 def _step(source: Checkpoint, infos: Sequence[TensorInfo], trained: Collection[str]) -> float | None:
-    """The step of the optimizer, which has one number; it is a scalar of each parameter in other programs.
-
-    Raises:
-        UnsupportedError: parameters have different steps.
-    """
+    """The step of the optimizer, which has one number; it is a scalar of each parameter in other programs."""
     found: dict[float, str] = {}
     for group in source.metadata.groups:
         step = (group.get("state") or {}).get("step", group.get("step"))

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["OPTIMIZER", "Parts", "StackedKey", "extra_states", "keys_of", "stacked_elements"]
-
 OPTIMIZER = "optimizer.state"
 Parts = tuple["TensorInfo", ...]  # a tensor, and the rows that pad it
 
@@ -47,12 +45,7 @@ def keys_of(source: Checkpoint, infos: Sequence[TensorInfo], local: bool | None)
     """The key of each tensor, by its name.
 
     Args:
-        source: the checkpoint.
-        infos: the tensors.
         local: whether the model is of the local specification; None: by the names of the norms.
-
-    Raises:
-        UnsupportedError: names are not Megatron's; the message lists them.
     """
     names = list(dict.fromkeys(info.name for info in infos))
     known = source.metadata.engine.get("name") == "megatron-core"
@@ -101,13 +94,7 @@ def _numbered(key: StackedKey) -> StackedKey:
 
 
 def extra_states(keys: Mapping[str, StackedKey], source: Checkpoint, objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra states that modules of the model ask for, by their keys: they are empty, except under FP8.
-
-    Args:
-        keys: the key of each parameter, by name.
-        source: the checkpoint.
-        objects: those that the source has.
-    """
+    """The extra states that modules of the model ask for, by their keys: they are empty, except under FP8."""
     args = source.objects.get("args")
     recorded = args.get("transformer_impl") if isinstance(args, dict) else None
     local = recorded == "local" if isinstance(recorded, str) else any(".input_layernorm." in n for n in keys)
@@ -129,13 +116,7 @@ def extra_states(keys: Mapping[str, StackedKey], source: Checkpoint, objects: Ma
 
 
 def stacked_elements(stack: Mapping[tuple[int, ...], Parts], leading: int, box: Box) -> Storage:
-    """The elements of a box of a stacked tensor, which is in one of its parameters.
-
-    Args:
-        stack: the parameters by their indices, each with the rows that pad it.
-        leading: the number of leading dims.
-        box: the box.
-    """
+    """The elements of a box of a stacked tensor, which is in one of its parameters."""
     within = Box(box.start[leading:], box.shape[leading:])
     strides, row, pieces = row_major(within.shape), 0, []
     parts = stack[box.start[:leading]]

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["NpyExporter", "NpyOptions", "NpzExporter", "NpzOptions"]
-
 _ENDING = ".npy"
 _INDEX = "index.json"
 _MAX_FILE_NAME = 255  # bytes, on most file systems

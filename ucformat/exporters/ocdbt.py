@@ -17,8 +17,6 @@ from ucformat.storage.strided import checksum
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Located", "make_tree"]
-
 T = TypeVar("T")
 
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
@@ -50,10 +48,6 @@ class _Node:
 
 def make_tree(values: Mapping[str, bytes | Located], file: str) -> tuple[bytes, bytes]:
     """Write the tree of all values.
-
-    Args:
-        values: by key: the value itself if it is small, or its place.
-        file: the data file of the nodes.
 
     Returns:
         The content of that file, and that of `manifest.ocdbt`.

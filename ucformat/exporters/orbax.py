@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ucformat.exporters.orbax_tree import Leaf
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["OrbaxExporter", "OrbaxOptions"]
-
 _NODES = "d/nodes"
 _DONE = "commit_success.txt"  # which Orbax wants on object stores
 _ALIGN = 64

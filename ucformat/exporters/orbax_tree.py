@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.reading.readable import StatePath
 
-__all__ = ["Array", "Leaf", "OrbaxTree", "tree_of"]
-
 _ORBAX = "orbax"  # the object with what the source found besides
 _EMPTY = {type(None): "None", dict: "Dict", list: "List"}
 
@@ -58,7 +56,6 @@ class OrbaxTree:
     """The tree.
 
     Attributes:
-        leaves: its leaves.
         custom: the user's metadata, with the names and states that tensors had, where their paths do not say them.
         random_keys: the implementation of each leaf that is one of JAX's typed random keys.
         left: the values that have no place in it.
@@ -71,12 +68,7 @@ class OrbaxTree:
 
 
 def tree_of(source: Checkpoint, infos: Sequence[TensorInfo]) -> OrbaxTree:
-    """The tree of a checkpoint.
-
-    Args:
-        source: the checkpoint.
-        infos: the tensors that are exported.
-    """
+    """The tree of a checkpoint."""
     found = source.objects.get(_ORBAX)
     known: dict[str, Any] = found if source.metadata.engine.get("name") == _ORBAX and isinstance(found, dict) else {}
     kinds = {".".join(map(str, path_from_json(path))): (path, kind) for path, kind in known.get("leaves", ())}

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from ucformat.exporters.base import Span
 
-__all__ = ["ALLOWED", "Call", "Global", "Instance", "SavedTensor", "Storage", "dump"]
-
 
 class Global(NamedTuple):
     """A class or function by its name."""
@@ -111,10 +109,6 @@ def dump(value: Any, locate: Callable[[Storage], str]) -> bytes:
     Args:
         value: `None`, booleans, numbers, text, bytes, lists, tuples, sets and dictionaries of such values, ordered ones
             too; and instances of the classes above.
-        locate: returns the key of a storage in the archive.
-
-    Raises:
-        UnsupportedError: the value contains something else.
     """
     writer = _Writer(locate)
     writer.save(value)
@@ -130,11 +124,7 @@ class _Writer:
         self._memo: dict[str | Global, int] = {}  # of those that are written once and then fetched
 
     def save(self, value: Any) -> None:
-        """Append a value.
-
-        Args:
-            value: as for `dump`.
-        """
+        """Append a value."""
         out = self.out
         match value:
             case None:

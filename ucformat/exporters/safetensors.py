@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["SafetensorsExporter", "SafetensorsOptions", "files_of", "header_of", "written_names"]
-
 _NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 _ENDING = ".safetensors"
 _MODEL = "model"  # the name of the files that loaders look for
@@ -173,10 +171,6 @@ def written_names(aliases: Mapping[str, str], infos: Sequence[TensorInfo]) -> di
     """The name under which each tensor is written, by its stored name.
 
     Of tied tensors transformers keeps the input embedding, and ties the output layer to it when it loads.
-
-    Args:
-        aliases: the stored name of each further name.
-        infos: the tensors.
     """
     names = {info.name: info.name for info in infos}
     for alias, stored in aliases.items():
@@ -195,14 +189,9 @@ def files_of(
     """The shards, and the index if there are several; a pure function of the arguments.
 
     Args:
-        infos: the tensors, in order.
-        tied: the stored name of each further name.
         name: the name of the files without its ending (default: that which Hugging Face's tools look for).
         most: bytes of tensors in a file, unless a single one has more (default: 5 GB).
         part_of: what the checkpoint is only a part of (default: it is whole).
-
-    Raises:
-        UnsupportedError: safetensors has no such dtype, or the header would be too large.
     """
     names = written_names(tied, infos)
     # Further names, and the written name for each, for `safetensors.torch.load_model`.
@@ -258,10 +247,6 @@ def header_of(tensors: Sequence[tuple[str, TensorInfo]], about: Mapping[str, str
 
     Args:
         tensors: the names and tensors, in the order of their bytes.
-        about: `__metadata__`.
-
-    Raises:
-        UnsupportedError: safetensors has no such dtype, or the header would be too large.
     """
     entries: dict[str, object] = {"__metadata__": dict(about)}
     at = 0

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import StatePath
 
-__all__ = ["Leaves", "nested_state"]
-
 _STATE = "state"
 _MODEL, _OPTIM = "model", "optim"
 _NOTES = ("unnamed", "orbax")  # objects that sources add
@@ -72,17 +70,8 @@ class _NoPlaceError(Exception):
 def nested_state(source: Checkpoint, infos: Sequence[TensorInfo], leaves: Leaves) -> tuple[Any, tuple[str, ...]]:
     """Build the state.
 
-    Args:
-        source: the checkpoint.
-        infos: the tensors that are in it.
-        leaves: makes its leaves.
-
     Returns:
         The state, and which values are left out of it.
-
-    Raises:
-        UnsupportedError: a tensor has no place in it.
-        IntegrityError: the paths that the checkpoint records are not those of a state.
     """
     try:
         return _nested_state(source, infos, leaves)

@@ -13,20 +13,9 @@ if TYPE_CHECKING:
 
     from ucformat.exporters.base import Part
 
-__all__ = ["lazy_torch_file", "torch_archive", "torch_file"]
-
 
 def torch_file(key: str, value: Any, *, last: bool = False) -> TargetFile:
-    """A file of `torch.save`.
-
-    Args:
-        key: its path in the target.
-        value: the value, with `SavedTensor` for tensors (see `pickle.dump`).
-        last: as in `TargetFile`.
-
-    Raises:
-        UnsupportedError: the value contains something that is not written to a pickle.
-    """
+    """A file of `torch.save`."""
     return TargetFile.of(key, *torch_archive(value, _top(key)), last=last)
 
 
@@ -36,13 +25,8 @@ def lazy_torch_file(
     """A file of `torch.save` whose value is made when it is written, so that a plan need not hold those of all ranks.
 
     Args:
-        key: its path in the target.
         make: returns the value; called with False when the file is planned, for which spans need no pieces.
         like: a planned file of the same size, so that the value is not made for the plan.
-        last: as in `TargetFile`.
-
-    Raises:
-        UnsupportedError: as for `torch_file`.
     """
     nbytes = torch_file(key, make(False)).nbytes if like is None else like.nbytes
     return TargetFile(key, nbytes, lambda: torch_archive(make(True), _top(key)), last, checksums=True)
@@ -54,16 +38,7 @@ def _top(key: str) -> str:
 
 
 def torch_archive(value: Any, top: str = "archive", spans: int = 0) -> tuple[Part, ...]:
-    """The parts of an archive, which may be part of a larger file.
-
-    Args:
-        value: as for `torch_file`.
-        top: the name of the folder in the archive.
-        spans: how many spans the file has before the archive.
-
-    Raises:
-        UnsupportedError: as for `torch_file`.
-    """
+    """The parts of an archive, which may be part of a larger file."""
     keys: dict[Storage, str] = {}
     pickled = dump(value, lambda storage: keys.setdefault(storage, str(len(keys))))
     archive = ZipArchive(spans)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["TorchExporter", "TorchOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TorchOptions(ExportOptions):

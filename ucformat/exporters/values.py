@@ -18,24 +18,13 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["constant", "key_of", "value_of", "whole"]
-
 _SET, _COMPLEX, _SLICE = Global("__builtin__", "set"), Global("__builtin__", "complex"), Global("__builtin__", "slice")
 _STREAM, _PATH = Global("_io", "BytesIO"), Global("pathlib", "PosixPath")
 ALLOWED |= {_SET, _COMPLEX, _SLICE, _STREAM, _PATH}
 
 
 def constant(dtype: str, shape: tuple[int, ...], data: bytes) -> SavedTensor:
-    """A tensor whose elements are known.
-
-    Args:
-        dtype: its dtype.
-        shape: its shape.
-        data: its elements, row-major and little-endian.
-
-    Raises:
-        IntegrityError: there is no such dtype, or the elements are not as many as the shape says.
-    """
+    """A tensor whose elements are known."""
     if dtype not in ITEMSIZE or len(data) != math.prod(shape) * ITEMSIZE[dtype]:
         raise IntegrityError(
             f"a value of the checkpoint is a {dtype} tensor of shape {list(shape)} in {len(data):,} bytes"
@@ -44,35 +33,18 @@ def constant(dtype: str, shape: tuple[int, ...], data: bytes) -> SavedTensor:
 
 
 def whole(info: TensorInfo) -> SavedTensor:
-    """A tensor of the checkpoint.
-
-    Args:
-        info: the tensor.
-    """
+    """A tensor of the checkpoint."""
     return SavedTensor(Storage(Span.whole(info)), info.shape)
 
 
 def key_of(text: str) -> str | int:
-    """The key of a dictionary, from its JSON form.
-
-    Args:
-        text: the key of the JSON object.
-    """
+    """The key of a dictionary, from its JSON form."""
     (key,) = path_from_json([text])
     return key if isinstance(key, str) else int(key)
 
 
 def value_of(data: Any, tensor: Callable[[str], TensorInfo], classes: Mapping[str, Global] = {}) -> Any:
-    """The value that a JSON form encodes.
-
-    Args:
-        data: the JSON form (`sources/values.py`).
-        tensor: finds the tensor of a name in the state `weight`.
-        classes: classes that are made of their arguments, by name.
-
-    Raises:
-        UnsupportedError: it contains an instance of another class, or a pickle of the source, which are not written.
-    """
+    """The value that a JSON form encodes."""
 
     def decode(inner: Any) -> Any:
         return value_of(inner, tensor, classes)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from ucformat.exporters.base import Part, Span
 
-__all__ = ["ZipArchive"]
-
 _ALIGN = 64
 _MAX32, _MAX16 = 0xFFFFFFFF, 0xFFFF
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -85,11 +83,7 @@ def _large(nbytes: int, at: int) -> bytes:
 
 
 class ZipArchive:
-    """The parts of an archive so far; it may be part of a larger file.
-
-    Args:
-        spans: how many spans the file has before the archive.
-    """
+    """The parts of an archive so far; it may be part of a larger file."""
 
     def __init__(self, spans: int = 0) -> None:
         self._spans = spans
@@ -98,15 +92,7 @@ class ZipArchive:
         self._at = 0
 
     def add(self, name: str, *content: bytes | Span) -> None:
-        """Add a member.
-
-        Args:
-            name: its name.
-            content: its bytes, and spans.
-
-        Raises:
-            UnsupportedError: the name is too long.
-        """
+        """Add a member."""
         full = name.encode()
         if len(full) > _MAX16:
             raise UnsupportedError(
@@ -150,11 +136,7 @@ class ZipArchive:
         self._at += len(part) if isinstance(part, bytes) else part.nbytes
 
     def end(self) -> tuple[Part, ...]:
-        """Add the directory.
-
-        Returns:
-            The parts of the archive.
-        """
+        """Add the directory."""
         begin, entries = self._at, tuple(self._entries)
         nbytes = sum(e.directory_nbytes() for e in entries)
         count = len(entries)

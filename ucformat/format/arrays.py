@@ -24,24 +24,6 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = [
-    "Array",
-    "array_doc",
-    "array_folders",
-    "array_json",
-    "chunked_array_json",
-    "folder_names",
-    "grid_doc",
-    "group_json",
-    "lay_out",
-    "metadata_documents",
-    "own_folder",
-    "put_array",
-    "put_file",
-    "put_groups",
-    "shard_key",
-]
-
 _MAX_NAME_BYTES = 200  # bytes; file systems allow 255
 _RESERVED = frozenset({"zarr.json", "c"})
 
@@ -52,12 +34,6 @@ def folder_names(names: Iterable[str]) -> dict[str, str]:
     All characters except letters, digits, `.`, `_` and `-` are percent-encoded as UTF-8, and so is a leading dot. A
     name gets a hash of itself as a suffix if it is longer than 200 bytes, reserved (`zarr.json`, `c`, `__…`), empty, or
     differs from another only in case. Readers take the folder from the manifest, never from the name.
-
-    Args:
-        names: the names of tensors or states, all of one folder.
-
-    Returns:
-        The folder of each name.
     """
     plain = {name: quoted(name) for name in names}
     seen: dict[str, int] = {}
@@ -89,13 +65,7 @@ def group_json() -> bytes:
 
 
 def array_json(key: Key, dtype: str, grid: Grid) -> bytes:
-    """The `zarr.json` of a tensor's array.
-
-    Args:
-        key: the tensor's name and state.
-        dtype: its dtype. If Zarr has none of the name, the array is one of unsigned integers with the same bits.
-        grid: its chunk and shard grids.
-    """
+    """The `zarr.json` of a tensor's array."""
     attributes = json.dumps(_attributes(key, dtype), indent=1).replace("\n", "\n ")
     return f"{_until_attributes(dtype, grid)}{attributes}\n}}".encode()
 
@@ -150,10 +120,6 @@ def chunked_array_json(info: TensorInfo, chunk: tuple[int, ...]) -> bytes:
 
     Its dims are named by their size (`size_4096`, a second one of that size `size_4096_2`), because to xarray dims of
     one name have one size in all arrays of a group.
-
-    Args:
-        info: the tensor.
-        chunk: the edges of a chunk, in elements.
     """
     codecs = [_bytes_codec(info.dtype)]
     document = _document(info.dtype, info.shape, chunk, codecs, _attributes(info.key, info.dtype))
@@ -163,21 +129,12 @@ def chunked_array_json(info: TensorInfo, chunk: tuple[int, ...]) -> bytes:
 
 
 def shard_key(array: str, shard: tuple[int, ...]) -> str:
-    """The key of a shard's file: `<array>/c/0/1`; `<array>/c` for a 0-d tensor.
-
-    Args:
-        array: the key of the array's folder.
-        shard: the shard's coordinates in the grid of shards.
-    """
+    """The key of a shard's file: `<array>/c/0/1`; `<array>/c` for a 0-d tensor."""
     return "/".join([array, "c", *map(str, shard)])
 
 
 def array_folders(keys: Iterable[Key]) -> dict[Key, str]:
-    """Choose the folders of arrays, below the attempt's `data` folder.
-
-    Args:
-        keys: of all tensors of the checkpoint.
-    """
+    """Choose the folders of arrays, below the attempt's `data` folder."""
     by_state: dict[str, list[str]] = {}
     for name, state in keys:
         by_state.setdefault(state, []).append(name)
@@ -190,11 +147,7 @@ def array_folders(keys: Iterable[Key]) -> dict[Key, str]:
 
 
 def own_folder(key: Key) -> str:
-    """Choose the folder of an array as `array_folders` does, if no other name differs from its own only in case.
-
-    Args:
-        key: of the tensor.
-    """
+    """Choose the folder of an array as `array_folders` does, if no other name differs from its own only in case."""
     return "/".join(_safe(name, quoted(name)) for name in (key.state, key.name))
 
 
@@ -217,18 +170,12 @@ def lay_out(
     """Choose grids and folders for tensors.
 
     Args:
-        infos: the tensors.
-        folder: the key of the attempt's `data` folder.
         chunk_bytes: the most bytes of a chunk (default 1 MiB).
         shard_bytes: the most bytes of a shard (default 128 MiB).
         folders: of arrays, below `folder`, if these are not all tensors of the checkpoint (default: `array_folders`).
 
     Returns:
         An array for each tensor, in the same order.
-
-    Raises:
-        UnsupportedError: a tensor has more than 32 dims, the limit of TensorStore, or would have more than 10 million
-            shards.
     """
     for info in infos:
         if len(info.shape) > MAX_ARRAY_DIMS:
@@ -261,31 +208,18 @@ def grid_doc(chunk_bytes: int | None, shard_bytes: int | None) -> GridDoc:
 
 
 def put_groups(store: Store, arrays: Iterable[Array]) -> None:
-    """Write the `zarr.json` of the root group and of each state's group.
-
-    Args:
-        store: the checkpoint's store.
-        arrays: all arrays of the checkpoint.
-    """
+    """Write the `zarr.json` of the root group and of each state's group."""
     for group in _groups(a.path for a in arrays):
         put_file(store, f"{group}/zarr.json", group_json())
 
 
 def put_array(store: Store, array: Array) -> None:
-    """Write the `zarr.json` of an array.
-
-    Args:
-        store: the checkpoint's store.
-        array: the array.
-    """
+    """Write the `zarr.json` of an array."""
     put_file(store, f"{array.path}/zarr.json", array_json(array.info.key, array.info.dtype, array.grid))
 
 
 def metadata_documents(manifest: Manifest) -> Iterator[tuple[str, bytes, Key | None]]:
     """Every `zarr.json` of a checkpoint.
-
-    Args:
-        manifest: the checkpoint's manifest.
 
     Yields:
         The file's key, its bytes, and the tensor that it describes (None for a group).
@@ -308,7 +242,6 @@ def array_doc(array: Array, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDo
     """An array's entry in the manifest.
 
     Args:
-        array: the array.
         leaves: for each shard, by its coordinates, the concatenated digests of its chunks in C order.
     """
     info, grid = array.info, array.grid
@@ -325,16 +258,7 @@ def array_doc(array: Array, leaves: Mapping[tuple[int, ...], bytes]) -> TensorDo
 
 
 def put_file(store: Store, key: str, data: bytes) -> FileDoc:
-    """Write a small file.
-
-    Args:
-        store: the store to write to.
-        key: the file's key.
-        data: its content.
-
-    Returns:
-        The file's entry in the manifest.
-    """
+    """Write a small file."""
     with store.create(key) as out:
         out.write(data)
     return FileDoc(path=key, nbytes=len(data), digest=bytes_digest(data))

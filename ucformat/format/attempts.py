@@ -27,26 +27,6 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = [
-    "FOLDERS",
-    "KINDS",
-    "TRIES",
-    "attempt_of",
-    "being_removed",
-    "contended",
-    "folders_of",
-    "is_inside_attempt",
-    "mark_replacing",
-    "names_below",
-    "outside_attempts",
-    "parse_record",
-    "put_record",
-    "record_bytes",
-    "record_key",
-    "refuse_others",
-    "replacing_attempts",
-]
-
 #: The folders that a writer creates in a checkpoint's root; the first three contain a folder for each attempt.
 FOLDERS = (*(KINDS := ("data", "objects", "assets")), "attempts")
 
@@ -62,27 +42,13 @@ class _FormatField(BaseModel):
 
 
 def record_key(attempt: str) -> str:
-    """The key of an attempt's record.
-
-    Args:
-        attempt: the attempt's name.
-
-    Raises:
-        UnsafeError: it is not the name of an attempt.
-    """
+    """The key of an attempt's record."""
     _check_name(attempt)
     return f"attempts/{attempt}.json"
 
 
 def folders_of(attempt: str) -> tuple[str, ...]:
-    """The folders of an attempt's files.
-
-    Args:
-        attempt: the attempt's name.
-
-    Raises:
-        UnsafeError: it is not the name of an attempt, so the folders may belong to anything.
-    """
+    """The folders of an attempt's files."""
     _check_name(attempt)
     return tuple(f"{kind}/{attempt}" for kind in KINDS)
 
@@ -106,21 +72,12 @@ def _check_name(attempt: str) -> None:
 
 
 def is_inside_attempt(folder: str) -> bool:
-    """Whether a folder is inside the folder of an attempt, so that it is not a checkpoint of its own.
-
-    Args:
-        folder: the folder's key or url.
-    """
+    """Whether a folder is inside the folder of an attempt, so that it is not a checkpoint of its own."""
     return _INSIDE.match(folder) is not None
 
 
 def outside_attempts(folders: Iterable[str], keys: Iterable[str]) -> set[str]:
-    """The folders that are not inside the folder of an attempt whose record is there, committed or not.
-
-    Args:
-        folders: the folders' keys.
-        keys: the files of the place.
-    """
+    """The folders that are not inside the folder of an attempt whose record is there, committed or not."""
     inside = {folder: found for folder in folders if (found := _INSIDE.match(folder)) is not None}
     if not inside:
         return set(folders)
@@ -135,12 +92,7 @@ def refuse_others(store: Store, attempt: str, committed: Manifest | None) -> Non
     at the place may also have files in the folders of an attempt that its manifest does not name.
 
     Args:
-        store: the place.
-        attempt: the attempt's name.
         committed: the manifest of the checkpoint that is committed at the place; None if there is none.
-
-    Raises:
-        UnsafeError: a folder contains something else; the message names both.
     """
     folders = folders_of(attempt)
     if committed is not None:
@@ -174,13 +126,7 @@ def _is_ours(store: Store, key: str) -> bool:
 
 
 def names_below(store: Store, manifest: Manifest, folder: str) -> bool:
-    """Whether a checkpoint has files inside a folder, or the folder is inside one of its arrays.
-
-    Args:
-        store: the checkpoint's place.
-        manifest: the checkpoint's manifest.
-        folder: the folder's key.
-    """
+    """Whether a checkpoint has files inside a folder, or the folder is inside one of its arrays."""
     return any(f"{path}/".startswith(f"{folder}/") or folder.startswith(f"{path}/") for path in _paths(store, manifest))
 
 
@@ -206,13 +152,6 @@ def put_record(
     A process that is about to remove the attempt as abandoned then finds a record that differs from the one it read.
     The fields that others rely on are kept. If the attempt needs files elsewhere, the record has the checkpoint's id:
     `checkpoint`, or the one that the first writer recorded.
-
-    Args:
-        store: the place.
-        attempt: the attempt's name.
-        plan: the digest of the plan; writers with the same plan continue the same attempt.
-        needs: the urls of the places whose files the checkpoint needs.
-        checkpoint: the id of the checkpoint that will be committed.
 
     Returns:
         The id in the record (None if it has none), and the version of the record (None if it existed before).
@@ -244,9 +183,6 @@ def put_record(
 def parse_record(data: bytes) -> AttemptDoc | None:
     """Parse the record of an attempt.
 
-    Args:
-        data: the file's content.
-
     Returns:
         The record; None if it is not a valid one.
     """
@@ -257,21 +193,12 @@ def parse_record(data: bytes) -> AttemptDoc | None:
 
 
 def record_bytes(doc: AttemptDoc) -> bytes:
-    """The file of a record, as `parse_record` reads it.
-
-    Args:
-        doc: the record.
-    """
+    """The file of a record, as `parse_record` reads it."""
     return encoded(doc)
 
 
 def being_removed(store: Store, attempt: str) -> Conflict:
-    """The error of a writer whose attempt is being removed.
-
-    Args:
-        store: the place.
-        attempt: the attempt's name.
-    """
+    """The error of a writer whose attempt is being removed."""
     return Conflict(
         f"this attempt ({attempt}) at {store.url} was considered abandoned, and is being removed",
         hint="run it again after that; if the removal was interrupted, `ucp gc PLACE --apply --grace 0s` completes it",
@@ -283,10 +210,6 @@ def mark_replacing(store: Store, attempt: str) -> None:
 
     Those who begin to need or protect that checkpoint see the mark. It is never removed, because others may run the
     same plan at the same time.
-
-    Args:
-        store: the place.
-        attempt: the attempt's name.
 
     Raises:
         Conflict: others kept changing the record.
@@ -306,11 +229,7 @@ def mark_replacing(store: Store, attempt: str) -> None:
 
 
 def replacing_attempts(store: Store) -> frozenset[str]:
-    """The attempts that are marked as about to replace the committed checkpoint, including those that have done so.
-
-    Args:
-        store: the place.
-    """
+    """The attempts that are marked as about to replace the committed checkpoint, including those that have done so."""
     found = set()
     for info in store.list("attempts"):
         with suppress(NotFound):  # removed at this instant
@@ -335,10 +254,5 @@ def _replaced(store: Store, key: str, doc: AttemptDoc, version: str) -> bool:
 
 
 def contended(store: Store, key: str) -> Conflict:
-    """The error of a writer that failed to replace a file because others replaced it first, `TRIES` times.
-
-    Args:
-        store: the place.
-        key: the file's.
-    """
+    """The error of a writer that failed to replace a file because others replaced it first, `TRIES` times."""
     return Conflict(f"others kept changing {store.url}/{key}", hint="try again later")

@@ -34,22 +34,6 @@ if TYPE_CHECKING:
 
     Leaves = Mapping[Key, Mapping[tuple[int, ...], bytes]]
 
-__all__ = [
-    "AuditItem",
-    "Check",
-    "ListedFile",
-    "ShardFile",
-    "SourceFile",
-    "ZarrJson",
-    "block_problems",
-    "checked",
-    "items",
-    "read_through",
-    "source_files",
-    "unequal_replicas",
-    "wrong_digests",
-]
-
 _READ_BYTES = 8 << 20  # bytes of a file in memory at once
 _MAX_LOST = 1000  # missing shards of one array that are reported one by one
 
@@ -73,14 +57,10 @@ class AuditItem(Protocol):
         """Read the file and compare it.
 
         Args:
-            store: the store of the checkpoint.
             out: a writer that gets a copy of every byte that is read (default: none).
 
         Returns:
             The concatenated digests of a shard's chunks (empty for other files), and the problems of the file.
-
-        Raises:
-            UcformatError: the file cannot be read.
         """
 
 
@@ -133,7 +113,6 @@ class ZarrJson:
         """See AuditItem.
 
         Args:
-            store: the store of the checkpoint.
             out: a writer that gets a copy of every byte (default: none).
         """
         name, state = self.key or (None, None)
@@ -166,7 +145,6 @@ class ShardFile:
         """See AuditItem.
 
         Args:
-            store: the store of the checkpoint.
             out: a writer that gets a copy of every byte (default: none).
         """
         try:
@@ -218,11 +196,7 @@ class _LostShards:
 
 
 def items(source: Universal) -> Iterator[AuditItem]:
-    """Enumerate the files that a manifest names, except packed files.
-
-    Args:
-        source: the checkpoint.
-    """
+    """Enumerate the files that a manifest names, except packed files."""
     m = source.manifest
     yield from map(ListedFile, m.files)
     yield from (ZarrJson(*document) for document in metadata_documents(m))
@@ -254,8 +228,6 @@ def checked(
     """Run `item.check`, and report errors of some types as problems.
 
     Args:
-        item: the file.
-        store: the store of the checkpoint.
         damages: the types of errors that are problems of the file; others are raised (default: all of ucformat).
     """
     try:
@@ -270,7 +242,6 @@ class Check:
 
     Attributes:
         nbytes: bytes that are compared with a checksum or digest.
-        run: the task.
         key: the tensor, if it is a shard of an array.
         shard: the shard's coordinates; None if it is none.
         unverified: bytes that have neither checksum nor digest.
@@ -287,8 +258,6 @@ class Check:
         """The check of a file that the manifest lists.
 
         Args:
-            item: the file.
-            store: the checkpoint's.
             damages: the types of errors that are problems of the file; others are raised (default: all of ucformat).
         """
         shard = item.shard if isinstance(item, ShardFile) else None
@@ -304,9 +273,6 @@ def block_problems(
     """Check blocks of a tensor.
 
     Args:
-        store: the store of the checkpoint.
-        key: the tensor.
-        blocks: the blocks, each with the key of its file.
         damages: the types of errors that are problems of a block; others are raised (default: all of ucformat).
 
     Returns:
@@ -325,13 +291,7 @@ def block_problems(
 def wrong_digests(
     source: Universal, leaves: Leaves, damaged: Collection[tuple[str | None, str | None]] = ()
 ) -> Iterator[Problem]:
-    """Find arrays whose chunks match their checksums, but are not the chunks that were committed.
-
-    Args:
-        source: the checkpoint.
-        leaves: for each array and shard the concatenated digests of its chunks.
-        damaged: the names and states of tensors that are known to be damaged; these are skipped.
-    """
+    """Find arrays whose chunks match their checksums, but are not the chunks that were committed."""
     for key, doc in source.docs.items():
         if doc.path is None or key in damaged:
             continue
@@ -345,9 +305,6 @@ def read_through(
     """Read a file from beginning to end.
 
     Args:
-        store: the store that holds the file.
-        file: the file's key.
-        nbytes: its size in bytes.
         see: called with the offset in bytes and the content of each part, in order; the memory is reused afterwards.
         out: a writer that gets a copy of each part (None: none).
     """
@@ -367,11 +324,6 @@ def unequal_replicas(store: Store, info: TensorInfo, extents: Iterable[Extent]) 
     """Find replicas of parts of a tensor that differ from the first replica, comparing bytes rather than values.
 
     A replica that cannot be read does not count as different: the check of its file reports it.
-
-    Args:
-        store: the store of the checkpoint.
-        info: the tensor.
-        extents: its extents; those with equal boxes are replicas.
     """
     first: dict[Box, Extent] = {}
     same: set[tuple[Box, str, int, tuple[int, ...]]] = set()

@@ -14,18 +14,6 @@ from ucformat.geometry.tensor import Tiles
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = [
-    "CHECKSUM_BYTES",
-    "CHUNK_BYTES",
-    "SHARD_BYTES",
-    "TILE_BYTES",
-    "Grid",
-    "Tiling",
-    "chunk_shape",
-    "shard_shape",
-    "tile_shape",
-]
-
 #: A chunk is the unit of reading and of checksums: at most this many bytes, unless one element is larger.
 CHUNK_BYTES = 1 << 20
 #: A shard is the unit of writing: at most this many bytes of chunks, and at least half of it if the tensor allows.
@@ -50,13 +38,8 @@ def chunk_shape(
     along its first dims.
 
     Args:
-        shape: the tensor's shape, in elements.
-        itemsize: bytes of one element.
         target: the most bytes of a chunk, unless one element is larger (default 1 MiB).
         cuts: a power of two: cuts of a dim into 1, 2, 4, …, `cuts` equal parts fall on chunk boundaries (default 16).
-
-    Returns:
-        The edges of a chunk, in elements.
     """
     edges = [max(1, n) for n in shape]
     total = math.prod(edges) * itemsize
@@ -91,9 +74,6 @@ def shard_shape(
     """Choose the shape of a tensor's shards: all chunks along the last dims, and as many along the first as fit.
 
     Args:
-        shape: the tensor's shape, in elements.
-        chunk: the edges of its chunks, in elements.
-        itemsize: bytes of one element.
         target: the most bytes of a shard's chunks, unless one chunk is larger (default 128 MiB).
 
     Returns:
@@ -117,10 +97,8 @@ class Grid:
     """The chunk and shard grids of a tensor.
 
     Attributes:
-        shape: the tensor's shape, in elements.
         chunk: the edges of a chunk, in elements.
         shard: the edges of a shard, in elements: multiples of the chunk's.
-        itemsize: bytes of one element.
     """
 
     shape: tuple[int, ...]
@@ -135,8 +113,6 @@ class Grid:
         """The grid that format version 1 chooses for a tensor.
 
         Args:
-            shape: the tensor's shape, in elements.
-            itemsize: bytes of one element.
             chunk_bytes: the most bytes of a chunk (default 1 MiB).
             shard_bytes: the most bytes of a shard (default 128 MiB).
         """
@@ -174,11 +150,7 @@ class Grid:
         return each_index([range(first // s, -(-last // s)) for first, last, s in bounds])
 
     def shard_at(self, number: int) -> tuple[int, ...]:
-        """The coordinates of a shard.
-
-        Args:
-            number: its number in C order.
-        """
+        """The coordinates of a shard."""
         counts = [-(-n // s) for n, s in zip(self.shape, self.shard, strict=True)]
         at: list[int] = []
         for count in reversed(counts):
@@ -187,29 +159,16 @@ class Grid:
         return tuple(at[::-1])
 
     def box(self, shard: tuple[int, ...]) -> Box:
-        """The part of the tensor in a shard.
-
-        Args:
-            shard: the shard's coordinates.
-        """
+        """The part of the tensor in a shard."""
         start = tuple(i * s for i, s in zip(shard, self.shard, strict=True))
         return Box(start, tuple(min(s, n - a) for s, n, a in zip(self.shard, self.shape, start, strict=True)))
 
     def tiles(self, shard: tuple[int, ...], file: str) -> Tiles:
-        """The extents of a shard's chunks.
-
-        Args:
-            shard: the shard's coordinates.
-            file: the key of its file.
-        """
+        """The extents of a shard's chunks."""
         return Tiles(self.box(shard), file, 0, self.chunk, self.itemsize)
 
     def file_nbytes(self, shard: tuple[int, ...]) -> int:
-        """Bytes of a shard's file: its chunks, each with a checksum, then the index with its own.
-
-        Args:
-            shard: the shard's coordinates.
-        """
+        """Bytes of a shard's file: its chunks, each with a checksum, then the index with its own."""
         stored = math.prod(self.tiles(shard, "").grid)
         return stored * (self.chunk_nbytes + 4) + 16 * math.prod(self.chunks_in_shard) + 4
 
@@ -222,15 +181,7 @@ _TILE_DEGREES = 8  # cuts of a dim into 1, 2, 4 and 8 parts fall on tile boundar
 
 
 def tile_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Choose the shape of a tensor's tiles, whichever ranks hold its parts.
-
-    Args:
-        shape: the tensor's shape, in elements.
-        itemsize: bytes of one element.
-
-    Returns:
-        The edges of a tile, in elements.
-    """
+    """Choose the shape of a tensor's tiles, whichever ranks hold its parts."""
     return _tile_shape(shape, itemsize, TILE_BYTES)
 
 
@@ -249,7 +200,6 @@ class Tiling:
 
     Attributes:
         tile: the edges of a tile, in elements.
-        itemsize: bytes of one element.
     """
 
     tile: tuple[int, ...]
@@ -257,20 +207,11 @@ class Tiling:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], itemsize: int) -> Tiling:
-        """The tiles that writers choose for a tensor.
-
-        Args:
-            shape: the tensor's shape, in elements.
-            itemsize: bytes of one element.
-        """
+        """The tiles that writers choose for a tensor."""
         return cls(tile_shape(shape, itemsize), itemsize)
 
     def grid(self, box: Box) -> tuple[int, ...]:
-        """Number of tiles along each dim.
-
-        Args:
-            box: the stored box.
-        """
+        """Number of tiles along each dim."""
         return tuple(-(-b // t) - a // t for a, b, t in zip(box.start, box.stop, self.tile, strict=True))
 
     def count(self, box: Box) -> int:
@@ -282,19 +223,13 @@ class Tiling:
         return math.prod(self.grid(box)) if box.size else 0
 
     def nbytes(self, box: Box) -> int:
-        """Bytes of all tiles with their checksums.
-
-        Args:
-            box: the stored box.
-        """
+        """Bytes of all tiles with their checksums."""
         return box.size * self.itemsize + CHECKSUM_BYTES * self.count(box)
 
     def runs(self, box: Box, file: str, offset: int, within: Box | None = None) -> Iterator[Tiles]:
         """The tiles of a stored box, those of equal shape together.
 
         Args:
-            box: the stored box.
-            file: the key of the file.
             offset: the byte of the file at which the first tile of the box begins.
             within: only the tiles that intersect this box of the tensor (default: all).
         """
@@ -302,33 +237,19 @@ class Tiling:
             yield Tiles(held, file, offset + begin, tile, self.itemsize, steps)
 
     def boxes(self, box: Box) -> Iterator[Box]:
-        """Each tile of a box, in the order of the file.
-
-        Args:
-            box: the stored box.
-        """
+        """Each tile of a box, in the order of the file."""
         if not box.size:
             return
         for at in product(*(list(_runs(*dim, most=1)) for dim in self.dims(box, box))):
             yield Box(tuple(r.start for r in at), tuple(r.edge for r in at))
 
     def dims(self, box: Box, within: Box) -> Iterator[tuple[int, int, int, int, int]]:
-        """Of each dim: the range of a box, the tile's edge, and the range to which the box is limited.
-
-        Args:
-            box: the stored box.
-            within: the limit, a box of the tensor.
-        """
+        """Of each dim: the range of a box, the tile's edge, and the range to which the box is limited."""
         for a, b, t, low, high in zip(box.start, box.stop, self.tile, within.start, within.stop, strict=True):
             yield a, b, t, max(a, low), min(b, high)
 
     def place(self, box: Box, at: Sequence[_TileRun]) -> tuple[int, tuple[int, ...]]:
-        """The offset of the first tile of some runs from the box's first tile, and the step per dim, in bytes.
-
-        Args:
-            box: the stored box.
-            at: the runs, one of each dim.
-        """
+        """The offset of the first tile of some runs from the box's first tile, and the step per dim, in bytes."""
         begin, steps = 0, []
         above = 1  # elements of these tiles, in the dims above
         elements, tiles = box.size, self.count(box)  # of the box, in the dims below

@@ -45,20 +45,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = [
-    "MANIFEST",
-    "Attempt",
-    "abandon",
-    "announce",
-    "begin",
-    "commit",
-    "discard",
-    "give_up",
-    "new_id",
-    "on_commit",
-    "settle",
-]
-
 _log = logging.getLogger("ucformat")
 
 #: Called with the url and the manifest of every checkpoint that this process commits (the catalog subscribes).
@@ -70,7 +56,6 @@ class Attempt:
     """An attempt to write a checkpoint.
 
     Attributes:
-        id: its name.
         replaces: the manifest that it will replace, with the version of that file; None if there is none.
         keeps: the id of the future checkpoint if it is known already: that of the checkpoint that is written in another
             form, or the one in the record of a checkpoint that needs files elsewhere.
@@ -83,11 +68,7 @@ class Attempt:
     began: str | None = field(default=None, compare=False)
 
     def folder(self, kind: str) -> str:
-        """The folder of this attempt's files of a kind.
-
-        Args:
-            kind: `data`, `objects` or `assets`.
-        """
+        """The folder of this attempt's files of a kind."""
         return f"{kind}/{self.id}"
 
 
@@ -103,8 +84,6 @@ def begin(
     """Begin an attempt, or continue the one with the same plan.
 
     Args:
-        store: the place.
-        plan: a JSON value that identifies everything that will be written.
         overwrite: replace a checkpoint that is committed there, unless something protects it.
         name: the attempt's name (default: a digest of the plan). A copy has that of the original, whose files have the
             same keys.
@@ -181,19 +160,14 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
     """Make the attempt's files durable, commit them, and then remove the checkpoint that they replace.
 
     Args:
-        store: the place.
-        attempt: the attempt.
-        manifest: the manifest to commit.
         data: the file of the manifest (default: the manifest as JSON with its digest).
 
     Returns:
         The committed manifest: this one, or an equal one that another writer of the attempt committed first.
 
     Raises:
-        UsageError: the manifest exceeds a limit of the format, so that no reader would open it.
         Conflict: another checkpoint was committed there in the meantime, and this attempt's files were removed; or this
             attempt or a checkpoint that was committed there is being removed; or the one to replace is protected now.
-        Uncertain: the storage did not answer, so the checkpoint may be committed; the attempt's files stay.
     """
     data, manifest = checked_manifest(manifest, data)
     store.flush()
@@ -235,12 +209,7 @@ def commit(store: Store, attempt: Attempt, manifest: Manifest, data: bytes | Non
 
 
 def settle(store: Store, key: str = MANIFEST) -> None:
-    """Make a file durable and remove hidden files, in case its writer was killed before it did so.
-
-    Args:
-        store: the place.
-        key: the file's key (default: the manifest).
-    """
+    """Make a file durable and remove hidden files, in case its writer was killed before it did so."""
     with suppress(NotFound):  # replaced, or removed, at this instant
         store.adopt(key)
     store.flush()
@@ -248,12 +217,7 @@ def settle(store: Store, key: str = MANIFEST) -> None:
 
 
 def announce(url: str, manifest: Manifest) -> None:
-    """Tell the subscribers of `on_commit` that a checkpoint is committed.
-
-    Args:
-        url: the place.
-        manifest: the checkpoint's manifest.
-    """
+    """Tell the subscribers of `on_commit` that a checkpoint is committed."""
     for listener in on_commit:
         listener(url, manifest)
 
@@ -269,13 +233,7 @@ def _is_shared(store: Store, attempt: Attempt) -> bool:
 
 
 def discard(store: Store, attempt: str, *, keep_record: bool = False) -> None:
-    """Remove an attempt as `abandon` does, but log errors, so that they do not hide an earlier one.
-
-    Args:
-        store: the place.
-        attempt: the attempt's name.
-        keep_record: leave the record (default: remove it too).
-    """
+    """Remove an attempt as `abandon` does, but log errors, so that they do not hide an earlier one."""
     try:
         abandon(store, attempt, keep_record=keep_record)
     except UcformatError as error:
@@ -283,12 +241,7 @@ def discard(store: Store, attempt: str, *, keep_record: bool = False) -> None:
 
 
 def give_up(store: Store, attempt: Attempt) -> None:
-    """Remove an uncommitted attempt as `discard` does, unless another writer has continued it.
-
-    Args:
-        store: the place.
-        attempt: the attempt; it stays if another writer began it, or if it cannot be removed.
-    """
+    """Remove an uncommitted attempt as `discard` does, unless another writer has continued it."""
     key = record_key(attempt.id)
     try:
         record = parse_record(store.read(key))
@@ -314,12 +267,7 @@ def abandon(store: Store, attempt: str, *, keep_record: bool = False) -> None:
     Places whose files the attempt needed are told that it no longer does.
 
     Args:
-        store: the place.
-        attempt: the attempt's name.
         keep_record: leave the record, so that `gc` finds what others with the same plan still write (default: false).
-
-    Raises:
-        UnsafeError: the attempt's folders contain something else.
     """
     refuse_others(store, attempt, find_manifest(store))
     record = None

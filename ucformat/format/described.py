@@ -31,16 +31,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo, Tiles
     from ucformat.schema.documents import DescribedDoc
 
-__all__ = [
-    "ALIGNMENT",
-    "Described",
-    "DescribedRow",
-    "file_order",
-    "kind_of",
-    "packed_file",
-    "without_position",
-]
-
 #: Bytes: each box of a packed file begins at a multiple of it, so that the file can be mapped; zeros fill the gaps.
 ALIGNMENT = 64
 
@@ -49,12 +39,7 @@ _MAX_WORK = 1 << 25  # coordinates of all meshes, each counted for every group o
 
 
 def packed_file(folder: str, rank: int) -> str:
-    """Return the key of a rank's file in the packed form.
-
-    Args:
-        folder: the `data` folder of the attempt.
-        rank: the rank.
-    """
+    """Return the key of a rank's file in the packed form."""
     return f"{folder}/rank-{rank:05d}.bin"
 
 
@@ -62,8 +47,6 @@ class DescribedRow(NamedTuple):
     """A described tensor.
 
     Attributes:
-        tensor: its number in the manifest.
-        distribution: how the ranks hold it.
         writer: which of the ranks that hold equal parts has written them: the number of their coordinate over the axes
             that do not cut the tensor, in row-major order.
         tile: the edges of the tiles (see `Tiling`) in elements.
@@ -79,10 +62,6 @@ def file_order(info: TensorInfo, distribution: Distribution) -> tuple[Any, ...]:
     """Return a key that sorts described tensors into the order of the files, by themselves alone.
 
     Partitions of flat buffers come last, and equal distributions and shapes together.
-
-    Args:
-        info: the tensor.
-        distribution: how the ranks hold it.
     """
     d = distribution
     mesh = (d.mesh.sizes, d.mesh.first, d.mesh.strides, d.mesh.listed)
@@ -156,12 +135,7 @@ class Described:
     Args:
         rows: the tensors, in the order of the files. Those in flat buffers come last; of the others, those of equal
             distribution, shape, dtype and tiling are together.
-        infos: the tensors of the manifest, by number.
-        folder: of the ranks' files.
         kinds: of each row what it has in common with those of its group (default: computed from the tensors).
-
-    Raises:
-        LayoutError: a row is impossible, or in the wrong place.
     """
 
     def __init__(
@@ -263,11 +237,7 @@ class Described:
         return out
 
     def in_folder(self, folder: str) -> Described:
-        """The same tensors in files of the same content elsewhere.
-
-        Args:
-            folder: of the ranks' files.
-        """
+        """The same tensors in files of the same content elsewhere."""
         out = copy(self)
         out.folder = folder
         return out
@@ -278,12 +248,7 @@ class Described:
         return [packed_file(self.folder, rank) for rank in self.ranks.tolist()]
 
     def stored(self, tensor: int, within: Box | None = None) -> Iterator[tuple[int, Box, int]]:
-        """The rank that has written each box of a tensor, the box, and its offset in the rank's file.
-
-        Args:
-            tensor: its number in the manifest.
-            within: only boxes that intersect this one (default: all).
-        """
+        """The rank that has written each box of a tensor, the box, and its offset in the rank's file."""
         row = self._row[tensor]
         d, writer, shape = self.rows[row].distribution, self.rows[row].writer, self.infos[tensor].shape
         ranks = d.mesh.ranks
@@ -300,7 +265,6 @@ class Described:
         """The extents of a tensor; those that many files have at the same place are one `FileRun`.
 
         Args:
-            tensor: its number in the manifest.
             within: only extents that intersect this box of the tensor, and perhaps others.
         """
         row = self._row[tensor]
@@ -325,18 +289,13 @@ class Described:
                     yield FileRun(tiles, line.dim, files)
 
     def tiling(self, tensor: int) -> Tiling:
-        """How the boxes of a tensor are stored.
-
-        Args:
-            tensor: its number in the manifest.
-        """
+        """How the boxes of a tensor are stored."""
         return Tiling(self.rows[self._row[tensor]].tile, self.infos[tensor].itemsize)
 
     def extents(self, tensor: int, within: Box | None = None) -> Iterator[Tiles]:
         """The extents of a tensor.
 
         Args:
-            tensor: its number in the manifest.
             within: only extents that intersect this box of the tensor (default: all).
         """
         tiling = self.tiling(tensor)
@@ -368,14 +327,7 @@ def _equal(line: Line, offsets: NDArray[np.int64], ranks: NDArray[np.int64]) -> 
 
 
 def kind_of(d: Distribution, shape: tuple[int, ...], itemsize: int, tile: tuple[int, ...]) -> Any:
-    """What a row has in common with those of its group.
-
-    Args:
-        d: how the ranks hold the tensor, without its position in a flat buffer.
-        shape: of the tensor, in elements.
-        itemsize: bytes of one element.
-        tile: the edges of the tiles.
-    """
+    """What a row has in common with those of its group."""
     return (d, shape, itemsize, tile) if d.flat is None else d
 
 
@@ -390,9 +342,5 @@ def _stored(d: Distribution, shape: tuple[int, ...], tiling: Tiling) -> NDArray[
 
 
 def without_position(d: Distribution) -> Distribution:
-    """A distribution of a tensor at the beginning of its flat buffer, if any.
-
-    Args:
-        d: the distribution.
-    """
+    """A distribution of a tensor at the beginning of its flat buffer, if any."""
     return replace(d, position=0) if d.position else d

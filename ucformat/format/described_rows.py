@@ -23,19 +23,13 @@ if TYPE_CHECKING:
 
     from ucformat.schema.tensors import TensorTable
 
-__all__ = ["COLUMNS", "DESCRIBED_TILE", "decode_rows", "describe", "encode_rows"]
-
 #: Columns of the sidecar, with a row for each described tensor; and one with a row for each dim of these.
 COLUMNS = ("described", "distribution", "writer", "position")
 DESCRIBED_TILE = "described_tile"
 
 
 def describe(described: Described) -> DescribedDoc:
-    """Return the metadata of described tensors.
-
-    Args:
-        described: the tensors.
-    """
+    """Return the metadata of described tensors."""
     numbers = _numbers(described)
     meshes = {mesh: n for n, mesh in enumerate(dict.fromkeys(d.mesh for d in numbers))}
     return DescribedDoc(
@@ -49,11 +43,7 @@ def describe(described: Described) -> DescribedDoc:
 
 
 def encode_rows(described: Described) -> dict[str, NDArray[np.int64]]:
-    """Return the columns of described tensors.
-
-    Args:
-        described: the tensors.
-    """
+    """Return the columns of described tensors."""
     numbers = _numbers(described)
     table = [
         (r.tensor, numbers[without_position(r.distribution)], r.writer, r.distribution.position) for r in described.rows
@@ -69,16 +59,7 @@ def _numbers(described: Described) -> dict[Distribution, int]:
 
 
 def decode_rows(doc: DescribedDoc, columns: Mapping[str, NDArray[np.int64]], tensors: TensorTable) -> Described:
-    """Return the described tensors of a sidecar.
-
-    Args:
-        doc: their metadata.
-        columns: their columns, of the sizes that follow from the tensors.
-        tensors: of the manifest.
-
-    Raises:
-        LayoutError: they are impossible.
-    """
+    """Return the described tensors of a sidecar."""
     meshes = list(map(_mesh, doc.meshes))
     if max((d.mesh for d in doc.distributions), default=-1) >= len(meshes):
         raise LayoutError("a distribution has a mesh that is not listed")

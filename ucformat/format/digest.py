@@ -21,46 +21,22 @@ if TYPE_CHECKING:
     from ucformat.format.chunking import Grid
     from ucformat.storage.base import Bytes, Store
 
-__all__ = [
-    "LEAF_BYTES",
-    "bytes_digest",
-    "document_digest",
-    "file_digest",
-    "leaf",
-    "own_digest",
-    "tensor_digest",
-    "with_own_digest",
-]
-
 LEAF_BYTES = 16
 _BLOCK = 8 << 20  # bytes of a file in memory at once
 
 
 def leaf(chunk: Bytes) -> bytes:
-    """The XXH3-128 of a chunk: 16 bytes, the most significant first.
-
-    Args:
-        chunk: the chunk's bytes, padding included.
-    """
+    """The XXH3-128 of a chunk: 16 bytes, the most significant first."""
     return xxh3_128_digest(chunk)
 
 
 def bytes_digest(data: Bytes) -> str:
-    """The digest of a small file: `sha256:` and 64 hexadecimal digits.
-
-    Args:
-        data: the file's content.
-    """
+    """The digest of a small file: `sha256:` and 64 hexadecimal digits."""
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def file_digest(store: Store, key: str) -> str:
-    """The XXH3-128 of a file, which is read in blocks: `xxh3:` and 32 hexadecimal digits.
-
-    Args:
-        store: the store that holds the file.
-        key: the file's key.
-    """
+    """The XXH3-128 of a file, which is read in blocks: `xxh3:` and 32 hexadecimal digits."""
     size, state = store.info(key).size, xxh3_128()
     buffer = memoryview(bytearray(min(_BLOCK, size)))
     for start in range(0, size, _BLOCK):
@@ -71,20 +47,13 @@ def file_digest(store: Store, key: str) -> str:
 
 
 def with_own_digest(document: bytes) -> bytes:
-    """Append the member `digest`, the digest of all bytes before it, to a JSON object.
-
-    Args:
-        document: the JSON text, which ends with `}`.
-    """
+    """Append the member `digest`, the digest of all bytes before it, to a JSON object."""
     body = document.rstrip()[:-1].rstrip()  # without the brace that closes it
     return body + _ending(bytes_digest(body))
 
 
 def own_digest(document: bytes) -> str | None:
     """The digest at the end of a document, as `with_own_digest` appends it.
-
-    Args:
-        document: the JSON text.
 
     Returns:
         The digest; None if the document has none, or does not match it.
@@ -102,11 +71,7 @@ _ENDING_BYTES = len(_ending(bytes_digest(b"")))
 
 
 def document_digest(document: object) -> str:
-    """The digest of a JSON value, which does not depend on the order of keys.
-
-    Args:
-        document: the value.
-    """
+    """The digest of a JSON value, which does not depend on the order of keys."""
     return bytes_digest(json.dumps(document, sort_keys=True, separators=(",", ":"), default=str).encode())
 
 
@@ -117,8 +82,6 @@ def tensor_digest(dtype: str, grid: Grid, leaves: Mapping[tuple[int, ...], bytes
     the chunk grid, so it depends neither on the writer nor on the shards (docs/spec.md, "Digests").
 
     Args:
-        dtype: the tensor's dtype.
-        grid: its chunk and shard grids.
         leaves: for each shard, by its coordinates, the concatenated digests of its chunks in C order.
     """
     import numpy as np  # here, because many commands only digest documents

@@ -24,15 +24,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Cut", "Distribution", "Holding", "Line", "RankMesh"]
-
 
 @dataclass(frozen=True, slots=True)
 class RankMesh:
     """The rank at each coordinate of a mesh.
 
     Attributes:
-        sizes: of the axes.
         first: the rank at coordinate (0, 0, …).
         strides: ranks from one index to the next, for each axis; if `listed`, empty.
         listed: all ranks, in row-major order of their coordinates, if they do not follow from the strides.
@@ -45,12 +42,7 @@ class RankMesh:
 
     @classmethod
     def of(cls, sizes: tuple[int, ...], ranks: Sequence[int]) -> RankMesh:
-        """The mesh of ranks that are listed in row-major order of their coordinates.
-
-        Args:
-            sizes: of the axes.
-            ranks: as many as there are coordinates.
-        """
+        """The mesh of ranks that are listed in row-major order of their coordinates."""
         below = row_major(sizes)
         strides = tuple(ranks[step] - ranks[0] if n > 1 else 0 for n, step in zip(sizes, below, strict=True))
         found = cls(sizes, ranks[0], strides)
@@ -68,11 +60,7 @@ class RankMesh:
         return _ranks(self)
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """The coordinate of a rank; None if the rank is not in the mesh.
-
-        Args:
-            rank: the rank.
-        """
+        """The coordinate of a rank; None if the rank is not in the mesh."""
         found = np.argwhere(self.ranks == rank)
         return tuple(found[0].tolist()) if len(found) else None
 
@@ -106,9 +94,7 @@ class Line(NamedTuple):
 
     Attributes:
         at: for each axis that cuts the tensor, the index of each coordinate.
-        dim: the dim.
         edges: where each box begins along the dim, and where the last one ends.
-        first: the first box.
     """
 
     at: tuple[NDArray[np.int64], ...]
@@ -117,11 +103,7 @@ class Line(NamedTuple):
     first: Box
 
     def box(self, number: int) -> Box:
-        """One of the boxes.
-
-        Args:
-            number: of the box.
-        """
+        """One of the boxes."""
         start, shape = list(self.first.start), list(self.first.shape)
         start[self.dim] = int(self.edges[number])
         shape[self.dim] = int(self.edges[number + 1]) - start[self.dim]
@@ -133,15 +115,11 @@ class Distribution:
     """How the ranks of a mesh hold a tensor.
 
     Attributes:
-        mesh: the ranks.
         cuts: the cuts, in the order in which they apply, each to what the previous ones left. Each axis cuts at most
             once. Parts are as those of `torch.chunk`: the last ones may be smaller, or empty.
         flat: the axis over which a flat buffer that contains the local tensor is partitioned (None: there is none).
         part: the elements of each rank's part of the flat buffer.
         position: the element of the flat buffer at which the local tensor begins, the same on all ranks.
-
-    Raises:
-        LayoutError: an axis does not exist, or is used twice.
     """
 
     mesh: RankMesh
@@ -174,33 +152,20 @@ class Distribution:
         return math.prod(self.mesh.sizes[a] for a in self.replicas)
 
     def copy_of(self, coordinate: tuple[int, ...]) -> int:
-        """Which of the ranks that hold the same part a coordinate is, counted in row-major order of `replicas`.
-
-        Args:
-            coordinate: the index on each axis of the mesh.
-        """
+        """Which of the ranks that hold the same part a coordinate is, counted in row-major order of `replicas`."""
         at = 0
         for axis in self.replicas:
             at = at * self.mesh.sizes[axis] + coordinate[axis]
         return at
 
     def coordinate(self, at: tuple[Any, ...], copy: int) -> tuple[Any, ...]:
-        """The coordinate of one of the ranks that hold the same part.
-
-        Args:
-            at: the indices over `axes`, or arrays of indices.
-            copy: which of these ranks, as from `copy_of`.
-        """
+        """The coordinate of one of the ranks that hold the same part."""
         out = dict(zip(self.axes, at, strict=True))
         out |= zip(self.replicas, _unravel(copy, [self.mesh.sizes[a] for a in self.replicas]), strict=True)
         return tuple(out[axis] for axis in range(len(self.mesh.sizes)))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor can be distributed like this: its dims exist, and its flat buffer holds all of it.
-
-        Args:
-            shape: of the tensor, in elements.
-        """
+        """Whether a tensor can be distributed like this: its dims exist, and its flat buffer holds all of it."""
         if any(not 0 <= cut.dim < len(shape) for cut in self.cuts):
             return False
         if self.flat is None:
@@ -213,28 +178,15 @@ class Distribution:
         return product(*(np.unique(np.diff(b)).tolist() for b in self.bounds(shape)))
 
     def bounds(self, shape: tuple[int, ...]) -> list[NDArray[np.int64]]:
-        """For each dim, the index at which each part begins, the last cut's parts following each other, and the end.
-
-        Args:
-            shape: of the tensor, in elements.
-        """
+        """For each dim, the index at which each part begins, the last cut's parts following each other, and the end."""
         return [_bounds(n, self.degrees(d)) for d, n in enumerate(shape)]
 
     def degrees(self, dim: int) -> tuple[int, ...]:
-        """The sizes of the axes that cut a dim, in the order of the cuts.
-
-        Args:
-            dim: the dim.
-        """
+        """The sizes of the axes that cut a dim, in the order of the cuts."""
         return tuple(self.mesh.sizes[c.axis] for c in self.cuts if c.dim == dim)
 
     def local(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
-        """The box that the cuts leave to a coordinate; of a flat buffer, before that is partitioned.
-
-        Args:
-            shape: of the tensor, in elements.
-            coordinate: the index on each axis of the mesh.
-        """
+        """The box that the cuts leave to a coordinate; of a flat buffer, before that is partitioned."""
         start, stop = [0] * len(shape), list(shape)
         for dim, axis in self.cuts:
             n = stop[dim] - start[dim]
@@ -244,12 +196,7 @@ class Distribution:
         return Box(tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def boxes(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Box, ...]:
-        """The boxes that a coordinate holds, in the order of its memory: at most one, of a flat buffer several.
-
-        Args:
-            shape: of the tensor, in elements.
-            coordinate: the index on each axis of the mesh.
-        """
+        """The boxes that a coordinate holds, in the order of its memory: at most one, of a flat buffer several."""
         local = self.local(shape, coordinate)
         if self.flat is None:
             return (local,) if local.size else ()
@@ -261,9 +208,6 @@ class Distribution:
         """The product of the values of a coordinate's parts, as an array of one dim for each axis of the mesh.
 
         Axes that cut no dim have one index.
-
-        Args:
-            parts: for each dim, a value of each of its parts (see `bounds`).
         """
         found = np.ones((), np.int64)
         for values in parts:
@@ -275,12 +219,7 @@ class Distribution:
         return by_axis.reshape([n if axis in cutting else 1 for axis, n in enumerate(self.mesh.sizes)])
 
     def overlap(self, shape: tuple[int, ...], within: Box) -> NDArray[np.int64]:
-        """How many elements of a box each coordinate holds; replicas have one index. In flat buffers it is an estimate.
-
-        Args:
-            shape: of the tensor, in elements.
-            within: the box.
-        """
+        """How many elements of a box each coordinate holds; replicas have one index. In flat buffers it is an estimate."""
         if self.flat is None:
             ranges = zip(self.bounds(shape), within.start, within.stop, strict=True)
             return self.by_axis([np.diff(b.clip(start, stop)) for b, start, stop in ranges])
@@ -296,12 +235,7 @@ class Distribution:
         return out
 
     def holdings(self, shape: tuple[int, ...], within: Box) -> Iterator[Holding]:
-        """The boxes of all ranks that intersect a box of the tensor, each once for all its replicas, not clipped.
-
-        Args:
-            shape: of the tensor, in elements.
-            within: the box.
-        """
+        """The boxes of all ranks that intersect a box of the tensor, each once for all its replicas, not clipped."""
         for found in self._locals(shape, within):
             if self.flat is None:
                 yield found
@@ -309,21 +243,11 @@ class Distribution:
                 yield from self._parts(*found, within)
 
     def most_parts(self, shape: tuple[int, ...], within: Box) -> int:
-        """About how many parts of any one dim a box intersects.
-
-        Args:
-            shape: of the tensor, in elements.
-            within: the box, with elements.
-        """
+        """About how many parts of any one dim a box intersects."""
         return max((math.prod(self.degrees(c.dim)) * within.shape[c.dim] // shape[c.dim] for c in self.cuts), default=0)
 
     def lines(self, shape: tuple[int, ...], within: Box) -> Iterator[Line]:
-        """The boxes of `holdings`, if there is no flat buffer, those that follow each other along one dim together.
-
-        Args:
-            shape: of the tensor, in elements.
-            within: the box.
-        """
+        """The boxes of `holdings`, if there is no flat buffer, those that follow each other along one dim together."""
         bounds = self.bounds(shape)
         found = _meeting(bounds, within)
         dim = max(range(len(shape)), key=lambda n: len(found[n]))

@@ -10,20 +10,9 @@ from ucformat.schema.limits import MAX_DEPTH, check_json
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = ["check_values", "encoded", "unwritable"]
-
 
 def check_values(values: Any, label: str, depth: int = MAX_DEPTH) -> None:
-    """Check that JSON values keep the limits of documents.
-
-    Args:
-        values: the values.
-        label: names them in the error.
-        depth: the most levels of objects and arrays.
-
-    Raises:
-        UsageError: one of them exceeds a limit.
-    """
+    """Check that JSON values keep the limits of documents."""
     try:
         check_json(values, label, depth)
     except ValueError as error:
@@ -31,14 +20,7 @@ def check_values(values: Any, label: str, depth: int = MAX_DEPTH) -> None:
 
 
 def encoded(document: BaseModel) -> bytes:
-    """The file of a document, after it was parsed again: what no reader would accept must replace nothing.
-
-    Args:
-        document: the document.
-
-    Raises:
-        UsageError: a text, number or time in it cannot be stored.
-    """
+    """The file of a document, after it was parsed again: what no reader would accept must replace nothing."""
     try:
         data = document.model_dump_json(indent=1).encode()
         same = type(document).model_validate_json(data) == document
@@ -50,12 +32,7 @@ def encoded(document: BaseModel) -> bytes:
 
 
 def unwritable(document: str, reason: object) -> UsageError:
-    """The error for a document that no reader would accept.
-
-    Args:
-        document: what it is.
-        reason: why not.
-    """
+    """The error for a document that no reader would accept."""
     return UsageError(
         f"{document} would exceed the limits of the format, so nothing was replaced: {str(reason)[:300]}",
         hint=_HINT,

@@ -38,18 +38,11 @@ if TYPE_CHECKING:
     from ucformat.schema.tensors import TensorTable
     from ucformat.storage.base import Store
 
-__all__ = ["blocks_of", "consistency_problems", "coverage_problem", "extent_problems", "is_whole", "put_sidecar"]
-
 _BATCH = 1 << 20  # extents that are checked at once
 
 
 def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterator[Problem]:
-    """Find every inconsistency of a manifest and its sidecar that readers must refuse.
-
-    Args:
-        manifest: the manifest.
-        sidecar: its sidecar; None if it has none.
-    """
+    """Find every inconsistency of a manifest and its sidecar that readers must refuse."""
     found = list(manifest_problems(manifest))
     yield from found
     if found or sidecar is None or manifest.sidecar is None:
@@ -68,15 +61,7 @@ def consistency_problems(manifest: Manifest, sidecar: Sidecar | None) -> Iterato
 
 
 def coverage_problem(info: TensorInfo, extents: Iterable[Extent | Tiles]) -> str | None:
-    """Describe why extents do not cover a tensor exactly, replicas counting once.
-
-    Args:
-        info: the tensor.
-        extents: its extents.
-
-    Returns:
-        The reason; None if they cover it.
-    """
+    """Describe why extents do not cover a tensor exactly, replicas counting once."""
     try:
         prove(info, [(e.file, e.box) for e in extents])
     except CoverageError as error:
@@ -89,11 +74,6 @@ def extent_problems(doc: SidecarDoc, tensors: TensorTable, sidecar: Sidecar) -> 
 
     An extent is impossible if it exceeds its tensor, its bytes exceed its block or its file, or that file is not
     listed.
-
-    Args:
-        doc: the sidecar's entry in the manifest.
-        tensors: of the manifest.
-        sidecar: the sidecar.
     """
     shapes = list(tensors.by_kind(lambda kind: kind.shape))
     ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
@@ -248,19 +228,7 @@ def put_sidecar(
     roots: Sequence[str] = (),
     sources: Sequence[SourceFileDoc] = (),
 ) -> SidecarDoc:
-    """Write a sidecar, and parse it as readers do, since a manifest must not name one that they refuse.
-
-    Args:
-        store: the place.
-        folder: the `data` folder of the attempt.
-        data: the encoded sidecar.
-        tensors: of the manifest.
-        roots: of a virtual checkpoint: the urls of the places that hold the files.
-        sources: of a virtual checkpoint: these files.
-
-    Raises:
-        UsageError: no reader would accept it.
-    """
+    """Write a sidecar, and parse it as readers do, since a manifest must not name one that they refuse."""
     file = put_file(store, f"{folder}/extents.safetensors", data)
     doc = SidecarDoc(**file.model_dump(), roots=tuple(roots), sources=tuple(sources))
     try:
@@ -278,13 +246,7 @@ _READ_BYTES = 4 << 20  # bytes
 def is_whole(store: Store, file: str, block: Block) -> bool:
     """Whether a block matches its checksum; reads at most 4 MiB at once.
 
-    Args:
-        store: the store that holds the file.
-        file: the file's key.
-        block: the block.
-
     Raises:
-        MissingData: the file ends before the block does.
         NotFound: there is no such file.
     """
     buffer = memoryview(bytearray(min(_READ_BYTES, block.nbytes)))
@@ -300,9 +262,6 @@ def is_whole(store: Store, file: str, block: Block) -> bool:
 
 def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
     """Enumerate blocks, each once, in the order of files and offsets.
-
-    Args:
-        sidecar: the sidecar.
 
     Yields:
         The key of the file, the number in the manifest of a tensor in the block, and the block.

@@ -25,26 +25,14 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
     from ucformat.storage.base import Checksums, Costs, Info, Ranges, Store
 
-__all__ = ["MOUNT", "MountedStore", "is_below", "mounted_key"]
-
 
 def mounted_key(number: int, key: str) -> str:
-    """The key in a virtual checkpoint of a file below a root.
-
-    Args:
-        number: the number of the root.
-        key: the file's key in the root.
-    """
+    """The key in a virtual checkpoint of a file below a root."""
     return f"{MOUNT}{number}/{key}"
 
 
 def is_below(url: str, roots: Sequence[str]) -> bool:
-    """Whether a place is one of some roots, or below one; symbolic links in paths are followed.
-
-    Args:
-        url: the path or url of the place.
-        roots: the paths or urls of the roots.
-    """
+    """Whether a place is one of some roots, or below one; symbolic links in paths are followed."""
     if not url or "\0" in url or ("://" in url and ".." in unquote(url).split("/")):  # some stores resolve `..`
         return False
     here = _plain(url)
@@ -78,15 +66,8 @@ class MountedStore(WrappedStore):
     def place(self, key: str) -> tuple[Store, str] | None:
         """Find a file below a root.
 
-        Args:
-            key: the file's key in the checkpoint.
-
         Returns:
             The root's store and the file's key in it; None for a file of the checkpoint itself.
-
-        Raises:
-            UnsafeError: the root is not in a place that the opener allows.
-            IntegrityError: the manifest does not list the file.
         """
         if not key.startswith(MOUNT):
             return None

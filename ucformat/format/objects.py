@@ -29,40 +29,21 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import FileDoc, PerRankDoc
     from ucformat.storage.base import Store
 
-__all__ = ["PerRankValues", "copy_per_rank", "encode_range", "put_objects", "put_ranges"]
-
 _CRC = 4  # bytes of a checksum, after each range and after the index
 
 
 def put_objects(store: Store, folder: str, objects: Mapping[str, Any]) -> FileDoc:
-    """Write the non-tensor values that all ranks share.
-
-    Args:
-        store: the store to write to.
-        folder: the folder of the checkpoint's objects.
-        objects: the values in JSON form, by name.
-
-    Returns:
-        The file's entry in the manifest.
-    """
+    """Write the non-tensor values that all ranks share."""
     return put_file(store, f"{folder}/objects.json", _checked(objects, indent=1))
 
 
 def encode_range(values: Mapping[str, Any]) -> bytes:
-    """Encode the values that a rank has as its own, as its range of a file.
-
-    Args:
-        values: in JSON form, by name.
-    """
+    """Encode the values that a rank has as its own, as its range of a file."""
     return _sealed(_checked(values))
 
 
 def _checked(values: Mapping[str, Any], indent: int | None = None) -> bytes:
-    """The JSON of values, after the checks of a reader.
-
-    Raises:
-        UsageError: a value exceeds the limits of the format.
-    """
+    """The JSON of values, after the checks of a reader."""
     check_values(values, "an object", MAX_OBJECT_DEPTH)
     data = dumps(dict(values), indent).encode()
     try:
@@ -73,17 +54,7 @@ def _checked(values: Mapping[str, Any], indent: int | None = None) -> bytes:
 
 
 def put_ranges(store: Store, folder: str, first: int, ranges: Sequence[bytes]) -> RangesDoc:
-    """Write the values of consecutive ranks.
-
-    Args:
-        store: the store to write to.
-        folder: the folder of the checkpoint's objects.
-        first: the number of the first rank.
-        ranges: of each rank, as `encode_range` returns it.
-
-    Returns:
-        The file's entry in the manifest.
-    """
+    """Write the values of consecutive ranks."""
     index = np.empty((len(ranges), 2), "<u8")
     index[:, 1] = sizes = np.array([len(r) for r in ranges], "<u8")
     index[:, 0] = np.cumsum(sizes) - sizes
@@ -96,8 +67,6 @@ def copy_per_rank(source: Universal | None, store: Store, folder: str) -> PerRan
 
     Args:
         source: the other checkpoint; None if it is of another format, which has no such files.
-        store: the store to write to.
-        folder: the folder of the checkpoint's objects.
 
     Returns:
         Their entry in the manifest; None if there are none.
@@ -140,27 +109,11 @@ class PerRankValues(Mapping[str, Sequence[Any]]):
         return len(self._doc.names)
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Read the values of a rank, by name; a name that it lacks has none.
-
-        Args:
-            rank: its number, from 0.
-
-        Raises:
-            MissingData: the file is missing.
-            IntegrityError: it is damaged.
-        """
+        """Read the values of a rank, by name; a name that it lacks has none."""
         return self._with(rank).of_rank(rank)
 
     def read(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
-        """Read the values of several ranks, and check the digests of the files that have them.
-
-        Args:
-            ranks: their numbers, from 0.
-
-        Raises:
-            MissingData: a file is missing.
-            IntegrityError: one is damaged.
-        """
+        """Read the values of several ranks, and check the digests of the files that have them."""
         files = [*map(self._with, ranks)]
         for file in dict.fromkeys(files):
             file.read_all()

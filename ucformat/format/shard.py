@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ucformat.format.chunking import Grid
     from ucformat.storage.base import Store, Writer
 
-__all__ = ["BAND_BYTES", "bands", "check_shard", "index_of", "write_shard"]
-
 #: Bytes of chunks that are gathered, encoded and written at once.
 BAND_BYTES = 4 << 20
 
@@ -37,8 +35,6 @@ def bands(grid: Grid, shard: tuple[int, ...], most: int = BAND_BYTES) -> Iterato
     """Divide a shard into bands: consecutive chunks, in order, that together are a box of the tensor.
 
     Args:
-        grid: the array's grid.
-        shard: the shard's coordinates.
         most: the most bytes of a band, unless a single chunk has more (default 4 MiB).
 
     Yields:
@@ -71,10 +67,6 @@ def write_shard(
     """Write a shard's file from beginning to end, with at most two bands in memory.
 
     Args:
-        store: the store to write to.
-        key: the file's key.
-        grid: the array's grid.
-        shard: the shard's coordinates.
         fill: copies the elements of a piece into a buffer of uint8, or returns them as an array whose last dim is
             contiguous; that only if the piece fills the buffer.
 
@@ -118,12 +110,7 @@ def _encode(
 
 
 def index_of(grid: Grid, shard: tuple[int, ...]) -> bytes:
-    """The index at the end of a shard's file: the offset and length of each chunk, all ones for none, and a crc32c.
-
-    Args:
-        grid: the array's grid.
-        shard: the shard's coordinates.
-    """
+    """The index at the end of a shard's file: the offset and length of each chunk, all ones for none, and a crc32c."""
     held = grid.tiles(shard, "").grid
     nbytes = grid.chunk_nbytes + 4  # with the checksum, which a codec of the chunk appends
     index = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
@@ -140,10 +127,6 @@ def check_shard(
     """Read a shard's file back and check its size, every checksum and its index.
 
     Args:
-        store: the store that holds the file.
-        key: the file's key.
-        grid: the grid of the array.
-        shard: the shard's coordinates in the grid of shards.
         out: a writer that gets a copy of every byte that is read (default: none).
 
     Returns:

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     Column = NDArray[np.int64]
 
-__all__ = ["NO_BLOCK", "PLACED", "Columns", "Sidecar", "block_of", "decode", "encode", "encode_columns", "joined"]
-
 #: In `block_offset`: no checksum covers the extent.
 NO_BLOCK = -1
 #: In `crc32c`: the checksum is stored after the block; PLACED: it also covers the block's file and offset.
@@ -108,11 +106,7 @@ class Sidecar:
         self.tiled = _any(columns.tile > 0, columns.tensor, ndims)
 
     def tile_sizes(self, row: int) -> Iterator[int]:
-        """Bytes of each tile of a tiled extent, without checksums, in the order of the file.
-
-        Args:
-            row: the row of the extent.
-        """
+        """Bytes of each tile of a tiled extent, without checksums, in the order of the file."""
         c, end = self.columns, int(self._ends[row])
         dims = slice(end - int(self._ndims[c.tensor[row]]), end)
         start, shape, tile = (tuple(a[dims].tolist()) for a in (c.start, c.shape, c.tile))
@@ -123,7 +117,6 @@ class Sidecar:
         """The extents of a tensor.
 
         Args:
-            number: the tensor's number in the manifest.
             within: only extents that intersect this box of the tensor (default: all).
         """
         if self.described and number in self.described:
@@ -156,8 +149,6 @@ def block_of(offset: int, nbytes: int, crc32c: int) -> Block:
 
     Args:
         offset: the byte of the file at which it begins.
-        nbytes: its size in bytes.
-        crc32c: the checksum, FOLLOWS or PLACED.
     """
     return Block(offset, nbytes, None if crc32c < 0 else crc32c, placed=crc32c == PLACED)
 
@@ -167,9 +158,6 @@ def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
 
     Args:
         extents: the extents of each tensor, in the order of the manifest.
-
-    Raises:
-        UnsupportedError: there are too many extents for one sidecar.
     """
     listed = [(number, e) for number, of_tensor in enumerate(extents) for e in of_tensor]
     files: dict[str, int] = {}
@@ -194,11 +182,7 @@ def encode(extents: Sequence[Iterable[Extent]]) -> bytes:
 
 
 def joined(parts: Iterable[tuple[Columns, Sequence[str]]]) -> tuple[Columns, list[str]]:
-    """Return all extents of several parts of a checkpoint, and the keys of the files that they number.
-
-    Args:
-        parts: the extents of each, and the keys of its files.
-    """
+    """Return all extents of several parts of a checkpoint, and the keys of the files that they number."""
     files: list[str] = []
     numbered: list[Columns] = []
     for columns, of_part in parts:
@@ -209,17 +193,7 @@ def joined(parts: Iterable[tuple[Columns, Sequence[str]]]) -> tuple[Columns, lis
 
 
 def encode_columns(columns: Columns, files: Sequence[str], described: Described | None = None) -> bytes:
-    """Encode columns as the file of a sidecar.
-
-    Args:
-        columns: the extents.
-        files: the keys of the files, which `columns.file` numbers.
-        described: further tensors, which have no extents in the columns.
-
-    Raises:
-        UsageError: the columns have different lengths.
-        UnsupportedError: there are too many extents for one sidecar.
-    """
+    """Encode columns as the file of a sidecar."""
     n, dims = len(columns), len(columns.start)
     by_dim = (*_DIMS, *((_TILE,) if columns.tile.any() else ()))
     for name, rows in {**dict.fromkeys(_ROWS, n), **dict.fromkeys((*_DIMS, _TILE), dims)}.items():
@@ -240,18 +214,7 @@ def encode_columns(columns: Columns, files: Sequence[str], described: Described 
 
 
 def decode(data: bytes, tensors: TensorTable, where: str) -> Sidecar:
-    """Decode and check the file of a sidecar.
-
-    Args:
-        data: the file's content.
-        tensors: of the manifest.
-        where: the file's url, for error messages.
-
-    Raises:
-        IntegrityError: the columns do not match each other or the tensors.
-        UnsafeError: an extent is outside the checkpoint's folder.
-        UpgradeNeeded: a newer ucformat wrote it, with an unknown column or kind of checksum.
-    """
+    """Decode and check the file of a sidecar."""
     arrays, meta = _parse(data, where)
     files, ndims = _files(meta, where), np.array(tensors.ndims, np.int64)
     columns = _packed(arrays, meta, ndims, where)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import Key, TensorInfo
 
-__all__ = ["MOST_SMALL_ARRAYS", "SMALL_BYTES", "is_small", "packed_keys"]
-
 #: A tensor is small if it has fewer bytes.
 SMALL_BYTES = 256 << 10
 
@@ -29,18 +27,11 @@ def is_small(info: TensorInfo) -> bool:
     """Whether a tensor is packed in a checkpoint that has many small ones; all ranks find the same.
 
     So are those of a state whose folder would have the name of a packed file.
-
-    Args:
-        info: the tensor.
     """
     return info.nbytes < SMALL_BYTES or _TAKEN.fullmatch(info.state) is not None
 
 
 def packed_keys(infos: Iterable[TensorInfo]) -> Collection[Key]:
-    """The small tensors, if there are too many for arrays; otherwise none.
-
-    Args:
-        infos: all tensors that are not in safetensors files.
-    """
+    """The small tensors, if there are too many for arrays; otherwise none."""
     small = {info.key for info in infos if is_small(info)}
     return small if len(small) > MOST_SMALL_ARRAYS else ()

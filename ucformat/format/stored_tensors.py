@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from ucformat.schema.tensors import TensorTable
 
-__all__ = ["StoredTensors", "ValueByKey"]
-
 T = TypeVar("T")
 
 
@@ -86,7 +84,6 @@ class StoredTensors(Sequence[TensorInfo]):
 
     Attributes:
         by_key: the tensors by name and state.
-        states: the states of each name.
     """
 
     def __init__(self, table: TensorTable) -> None:

@@ -44,20 +44,6 @@ if TYPE_CHECKING:
     from ucformat.schema.tensors import KindDoc, TensorTable
     from ucformat.storage.base import Store
 
-__all__ = [
-    "MOUNT",
-    "Problem",
-    "checked_manifest",
-    "find_manifest",
-    "manifest_bytes",
-    "manifest_problems",
-    "parse_manifest",
-    "per_rank_problems",
-    "place_of",
-    "read_manifest",
-    "refuse",
-]
-
 #: Prefix of the keys of files that are in other checkpoints.
 MOUNT = "roots/"
 _SOURCE = re.compile(rf"{MOUNT}([0-9]{{1,9}})/(.+)", re.DOTALL)
@@ -72,9 +58,7 @@ class Problem:
 
     Attributes:
         file: the key of the file that has it.
-        reason: a description.
         name: the name of the tensor that is affected; None if no single one is.
-        state: its state.
         chunk: the coordinates of the damaged chunk in the tensor's chunk grid; None if it is not a chunk.
         kind: whether the file is missing, or its bytes differ from a checksum or digest.
     """
@@ -103,16 +87,8 @@ class _Head(BaseModel):
 def read_manifest(store: Store) -> tuple[Manifest, str]:
     """Read the manifest of the checkpoint that is committed in a place.
 
-    Args:
-        store: the place.
-
-    Returns:
-        The manifest, and the version of its file.
-
     Raises:
         NotACheckpoint: there is none, or the checkpoint is being removed.
-        UpgradeNeeded: it was written by a newer version of the format.
-        IntegrityError: it does not match its digest, or cannot be parsed.
     """
     try:
         data, version = store.read_versioned(MANIFEST)
@@ -132,16 +108,7 @@ def read_manifest(store: Store) -> tuple[Manifest, str]:
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Parse a manifest.
-
-    Args:
-        data: the file's content.
-        where: its url, for error messages.
-
-    Raises:
-        UpgradeNeeded: it was written by a newer version of the format.
-        IntegrityError: it does not match its digest, or cannot be parsed.
-    """
+    """Parse a manifest."""
     if (head := _VERSION.match(data)) and int(head[1]) > FORMAT_VERSION and own_digest(data) is not None:
         raise _newer(int(head[1]), where)  # before a table of a million tensors is parsed
     try:
@@ -201,25 +168,13 @@ def _check_words(data: bytes) -> None:
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """Serialize a manifest as its file: JSON that ends with its digest.
-
-    Args:
-        manifest: the manifest; its field `digest` is ignored.
-    """
+    """Serialize a manifest as its file: JSON that ends with its digest."""
     facts = manifest.model_dump_json(indent=1, exclude={"digest", "tensors"}).encode()
     return with_own_digest(b'%s,\n "tensors": %s\n}' % (facts[:-2], manifest.tensors.as_json()))
 
 
 def checked_manifest(manifest: Manifest, data: bytes | None = None) -> tuple[bytes, Manifest]:
-    """The file of a manifest, and the manifest as every reader gets it: what none would open must replace nothing.
-
-    Args:
-        manifest: the manifest.
-        data: its file (default: as `manifest_bytes` makes it).
-
-    Raises:
-        UsageError: a value in it exceeds the limits of the format.
-    """
+    """The file of a manifest, and the manifest as every reader gets it: what none would open must replace nothing."""
     try:
         if data is None:
             check_json(manifest.model_dump(exclude={"tensors"}), "it", MAX_DEPTH + 3)
@@ -235,7 +190,6 @@ def find_manifest(store: Store, absent: type[UcformatError] = NotACheckpoint) ->
     """The manifest of the checkpoint that is committed in a place; None if there is none.
 
     Args:
-        store: the place.
         absent: the errors of `read_manifest` that count as none (default: that nothing is committed).
     """
     try:
@@ -245,15 +199,7 @@ def find_manifest(store: Store, absent: type[UcformatError] = NotACheckpoint) ->
 
 
 def refuse(where: str, found: Iterable[Problem]) -> None:
-    """Raise an error if there are problems.
-
-    Args:
-        where: the url of the checkpoint.
-        found: the problems.
-
-    Raises:
-        Inconsistent: there are problems; it has all of them, and its message the first five.
-    """
+    """Raise an error if there are problems."""
     wrong = tuple(found)
     if wrong:
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
@@ -261,11 +207,7 @@ def refuse(where: str, found: Iterable[Problem]) -> None:
 
 
 def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
-    """Find the inconsistencies of a manifest; no other file is read.
-
-    Args:
-        manifest: the manifest.
-    """
+    """Find the inconsistencies of a manifest; no other file is read."""
     yield from _table_problems(manifest.tensors, has_sidecar=manifest.sidecar is not None)
     stored = {manifest.tensors.names[n] for n in set(manifest.tensors.name)} if manifest.aliases else ()
     for name, of in manifest.aliases.items():
@@ -318,11 +260,7 @@ def _kind(kind: KindDoc, *, has_sidecar: bool) -> str | None:
 
 
 def per_rank_problems(doc: PerRankDoc) -> Iterator[Problem]:
-    """Find out why the files with the values of ranks do not have those of each rank once.
-
-    Args:
-        doc: their entry in the manifest.
-    """
+    """Find out why the files with the values of ranks do not have those of each rank once."""
     if len(set(doc.names)) < len(doc.names):
         yield Problem(MANIFEST, "the manifest lists a name of values of ranks twice")
     end = 0
@@ -338,12 +276,7 @@ def per_rank_problems(doc: PerRankDoc) -> Iterator[Problem]:
 
 
 def place_of(path: str, roots: Sequence[str]) -> str:
-    """Where a file of another checkpoint is, the same for all spellings of its root and for roots in one another.
-
-    Args:
-        path: its key, `roots/<n>/…`.
-        roots: the urls of the roots.
-    """
+    """Where a file of another checkpoint is, the same for all spellings of its root and for roots in one another."""
     root, key = _below_root(path, roots) or (".", path)
     scheme, _, rest = root.rpartition("://")
     rest = rest.removeprefix("localhost") if scheme else rest

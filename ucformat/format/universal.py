@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, MissingData, NotFound
 from ucformat.format.arrays import shard_key
 from ucformat.format.chunking import Grid
-from ucformat.format.commit import MANIFEST
 from ucformat.format.digest import bytes_digest
 from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.stored_tensors import StoredTensors, ValueByKey
@@ -25,7 +24,7 @@ from ucformat.reading.readable import (
     path_to_json,
 )
 from ucformat.schema import ITEMSIZE
-from ucformat.schema.manifest import GroupDoc, Manifest
+from ucformat.schema.manifest import MANIFEST, GroupDoc, Manifest
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.schema.values import loads
 from ucformat.storage.local import LocalStore
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import FileDoc
     from ucformat.storage.base import Store
 
-__all__ = ["Universal", "describe", "grid_of", "group_doc", "group_docs", "index_tensors", "paths_of"]
-
 #: The names of the file from which Hugging Face's tools begin to load a model's weights.
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
@@ -49,15 +46,7 @@ _LARGE_SHARDS = 10_000
 
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object that a file, or a part of it, consists of.
-
-    Args:
-        data: the bytes.
-        where: the file's url, for error messages.
-
-    Raises:
-        IntegrityError: it is not one.
-    """
+    """Return the JSON object that a file, or a part of it, consists of."""
     try:
         found = loads(data)
     except (ValueError, RecursionError) as error:
@@ -68,11 +57,7 @@ def json_object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def index_tensors(tensors: Sequence[TensorInfo]) -> tuple[Mapping[Key, TensorInfo], Mapping[str, list[str]]]:
-    """Tensors by name and state, and the states of each name.
-
-    Args:
-        tensors: the tensors of any checkpoint.
-    """
+    """Tensors by name and state, and the states of each name."""
     if isinstance(tensors, StoredTensors):
         return tensors.by_key, tensors.states
     infos, states = {info.key: info for info in tensors}, dict[str, list[str]]()
@@ -82,11 +67,7 @@ def index_tensors(tensors: Sequence[TensorInfo]) -> tuple[Mapping[Key, TensorInf
 
 
 def grid_of(doc: TensorDoc) -> Grid:
-    """The grid of a tensor that is stored as an array.
-
-    Args:
-        doc: its entry in the manifest.
-    """
+    """The grid of a tensor that is stored as an array."""
     return Grid(doc.shape, doc.chunk or (), doc.shard or (), ITEMSIZE[doc.dtype])
 
 
@@ -101,7 +82,6 @@ class Universal:
         """Open the checkpoint that is committed in a store.
 
         Args:
-            store: the store.
             roots: returns the places in which files of other checkpoints may be read (default: none).
             manifest: the manifest, if it is known (default: it is read).
         """
@@ -139,15 +119,7 @@ class Universal:
         return {} if doc is None else json_object(self.read_file(doc), f"{self.store.url}/{doc.path}")
 
     def read_file(self, doc: FileDoc) -> bytes:
-        """Read a file that the manifest lists, and check its digest.
-
-        Args:
-            doc: the file's entry in the manifest.
-
-        Raises:
-            MissingData: the file is missing.
-            IntegrityError: it differs from the committed file.
-        """
+        """Read a file that the manifest lists, and check its digest."""
         data = self.read_range(doc)
         if len(data) != doc.nbytes or bytes_digest(data) != doc.digest:
             reason = "its digest differs" if len(data) == doc.nbytes else f"{len(data)} bytes instead of {doc.nbytes}"
@@ -161,12 +133,7 @@ class Universal:
         """Read a range of a file that the manifest lists, which the caller checks.
 
         Args:
-            doc: the file's entry in the manifest.
-            offset: first byte.
             nbytes: number of bytes (None: to the end of the file).
-
-        Raises:
-            MissingData: the file is missing, or ends before the range does.
         """
         try:
             return self.store.read(doc.path, offset, nbytes)
@@ -189,12 +156,7 @@ class Universal:
             yield grid.tiles(shard, shard_key(doc.path, shard))
 
     def file_runs(self, key: Key, within: Box) -> Iterable[Extent | Tiles | FileRun]:
-        """See `HasFileRuns`.
-
-        Args:
-            key: name and state of the tensor.
-            within: the box, in elements of the tensor.
-        """
+        """See `HasFileRuns`."""
         described = self.sidecar().described if self.docs[key].path is None else None
         row = self.manifest.tensors.row(*key)
         if described is None or row is None or row not in described:
@@ -205,9 +167,6 @@ class Universal:
         """The least number of missing files of an array with at least 10,000 shards (0 for others).
 
         Files are counted once, by listing the array's folder; their content is not read.
-
-        Args:
-            doc: the array's entry in the manifest.
         """
         path, count = str(doc.path), grid_of(doc).count
         if count < _LARGE_SHARDS:
@@ -278,12 +237,6 @@ def describe(
 ) -> Manifest:
     """Describe a checkpoint of any format as a manifest without id, attempt, locations in files, or digests.
 
-    Args:
-        metadata: the checkpoint's metadata.
-        run: the name of its run; None if unknown.
-        metrics: its metrics by name.
-        config: the configuration of its training, as JSON values.
-
     Returns:
         The manifest, with the present time as the time of creation.
     """
@@ -307,21 +260,12 @@ def describe(
 
 
 def paths_of(metadata: CheckpointMetadata, key: Key) -> tuple[tuple[str | int, ...], ...]:
-    """The paths of a tensor in the training state, in the form of the manifest.
-
-    Args:
-        metadata: the checkpoint's metadata.
-        key: the tensor.
-    """
+    """The paths of a tensor in the training state, in the form of the manifest."""
     return tuple(tuple(path_to_json(p)) for p in metadata.paths.get(key, ()))
 
 
 def group_docs(metadata: CheckpointMetadata) -> tuple[GroupDoc, ...]:
-    """The optimizer groups in the form of the manifest.
-
-    Args:
-        metadata: the checkpoint's metadata.
-    """
+    """The optimizer groups in the form of the manifest."""
     places = metadata.places or (None,) * len(metadata.groups)
     return tuple(
         group_doc(tuple(g["params"]), {k: v for k, v in g.items() if k != "params"}, place)
@@ -333,8 +277,6 @@ def group_doc(params: tuple[str, ...], options: dict[str, Any], place: Place | N
     """An optimizer group in the form of the manifest.
 
     Args:
-        params: the names of its parameters, in order.
-        options: its options, such as `lr`, as JSON values.
         place: the group's place in the training state; None if unknown.
     """
     if place is None:

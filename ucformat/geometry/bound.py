@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.mesh import Mesh
     from ucformat.geometry.placement import Placed, Rule
 
-__all__ = ["BoundLayout", "LocalBuffer", "LocalTensor"]
-
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
@@ -122,39 +120,21 @@ class BoundLayout:
         return next(iter(self._meshes.values())).size
 
     def keys(self, rank: int) -> Iterator[Key]:
-        """The tensors that this rank holds a part of, empty shards included, in the order of the tensor list.
-
-        Args:
-            rank: global rank, from 0 to `ranks - 1`.
-        """
+        """The tensors that this rank holds a part of, empty shards included, in the order of the tensor list."""
         at = {mesh: mesh.coordinate(rank) for mesh in self._meshes.values()}
         return (key for key, placed in self._placed.items() if placed.holds(at[placed.mesh]))
 
     def pieces(self, key: Key, rank: int) -> tuple[Piece, ...]:
-        """The boxes of a tensor that this rank holds, disjoint and in ascending order of offset.
-
-        Args:
-            key: name and state of the tensor, as in the tensor list.
-            rank: global rank, from 0 to `ranks - 1`.
-        """
+        """The boxes of a tensor that this rank holds, disjoint and in ascending order of offset."""
         local = self.local(key, rank)
         return local.pieces if local else ()
 
     def local(self, key: Key, rank: int) -> LocalTensor | None:
-        """This rank's part of a tensor; None if its stage or owner is on other ranks.
-
-        Args:
-            key: name and state of the tensor, as in the tensor list.
-            rank: global rank, from 0 to `ranks - 1`.
-        """
+        """This rank's part of a tensor; None if its stage or owner is on other ranks."""
         return self._local(key, self.placed(key).mesh.coordinate(rank))
 
     def buffers(self, rank: int) -> dict[tuple[str, str], LocalBuffer]:
-        """This rank's flat buffers, by name and state.
-
-        Args:
-            rank: global rank, from 0 to `ranks - 1`.
-        """
+        """This rank's flat buffers, by name and state."""
         out: dict[tuple[str, str], LocalBuffer] = {}
         for key, group in self._group.items():
             at = group.mesh.coordinate(rank)
@@ -166,9 +146,6 @@ class BoundLayout:
     def placed(self, key: Key) -> Placed:
         """The placement of a tensor that results from all matching rules.
 
-        Args:
-            key: name and state of the tensor, as in the tensor list.
-
         Raises:
             TensorNotFound: the tensor is not in the tensor list.
         """
@@ -178,28 +155,16 @@ class BoundLayout:
             raise TensorNotFound(f"the layout is not bound to {Key(*key)}") from None
 
     def rule_for(self, key: Key) -> Rule:
-        """The rule of the section `rules` that matched a tensor.
-
-        Args:
-            key: name and state of the tensor, as in the tensor list.
-        """
+        """The rule of the section `rules` that matched a tensor."""
         return next(r for r in self.placed(key).rules if r.label.startswith("rules"))
 
     def reduction(self, key: Key) -> str | None:
-        """The reduction that combines the values of a `partial` tensor; None for any other tensor.
-
-        Args:
-            key: name and state of the tensor, as in the tensor list.
-        """
+        """The reduction that combines the values of a `partial` tensor; None for any other tensor."""
         partial = self.placed(key).partial
         return partial.reduction if partial else None
 
     def padding(self, key: Key) -> TensorInfo | None:
-        """The padding tensor of a tensor: the rows that `pad_to` appends to its padded dim; None if nothing is padded.
-
-        Args:
-            key: name and state of the tensor, as in the tensor list.
-        """
+        """The padding tensor of a tensor: the rows that `pad_to` appends to its padded dim; None if nothing is padded."""
         placed, info = self.placed(key), self._infos[key]
         for shard in placed.shards:
             if shard.pad_to and (extra := -info.shape[shard.dim] % shard.pad_to):
@@ -213,9 +178,6 @@ class BoundLayout:
 
         Coordinates that hold the same boxes are proved once, and so are tensors of the same shape and placement, and
         the states that share the geometry of a flat buffer.
-
-        Raises:
-            CoverageError: an element is held by no rank, or by two boxes that are not replicas of each other.
         """
         done: set[tuple[object, object]] = set()
         for key, info in self._infos.items():

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Box", "bounding_box", "each_index", "is_non_overlapping", "row_major"]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
@@ -24,11 +22,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box that covers a whole tensor.
-
-        Args:
-            shape: shape of the tensor, in elements.
-        """
+        """The box that covers a whole tensor."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -42,11 +36,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements common to both boxes; None if there are none.
-
-        Args:
-            other: a box with the same number of dims.
-        """
+        """The elements common to both boxes; None if there are none."""
         start, shape = [], []
         for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
             low = a if a > b else b  # noqa: FURB136 - a hot loop of planning; max() costs a call
@@ -58,11 +48,7 @@ class Box:
         return Box(tuple(start), tuple(shape))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is in this box.
-
-        Args:
-            other: a box with the same number of dims.
-        """
+        """Whether every element of `other` is in this box."""
         return other.size == 0 or self.intersect(other) == other
 
     def shift(self, by: tuple[int, ...]) -> Box:
@@ -79,11 +65,7 @@ class Box:
 
 
 def bounding_box(boxes: Iterable[Box]) -> Box | None:
-    """The smallest box that contains all of these; None if all of them are empty.
-
-    Args:
-        boxes: boxes of one tensor.
-    """
+    """The smallest box that contains all of these; None if all of them are empty."""
     nonempty = [box for box in boxes if box.size]
     if not nonempty:
         return None
@@ -96,7 +78,6 @@ def row_major(shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
     """Strides of a contiguous C-order array.
 
     Args:
-        shape: shape of the array.
         unit: size of one element in the unit of the strides, e.g. the itemsize for strides in bytes (default: 1,
             elements).
     """
@@ -114,8 +95,6 @@ def is_non_overlapping(shape: tuple[int, ...], strides: tuple[int, ...], unit: i
     array. Interleaved dims that happen not to overlap are reported as overlapping.
 
     Args:
-        shape: shape of the array.
-        strides: stride of each dim, in the unit of `unit`; may be negative.
         unit: size of one element in the unit of the strides (default: 1, strides in elements).
     """
     span = unit
@@ -127,11 +106,7 @@ def is_non_overlapping(shape: tuple[int, ...], strides: tuple[int, ...], unit: i
 
 
 def each_index(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    """Every index of a grid, in C order; unlike `itertools.product`, it lists no range: a file may claim a huge one.
-
-    Args:
-        ranges: the indices along each dim.
-    """
+    """Every index of a grid, in C order; unlike `itertools.product`, it lists no range: a file may claim a huge one."""
     if not all(ranges):
         return
     if not ranges:

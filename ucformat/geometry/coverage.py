@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["prove"]
-
 Owner = int | str
 _Bounds = tuple[tuple[int, int], ...]  # (start, stop) for each dim: plain tuples sort and hash faster than boxes
 
@@ -29,13 +27,7 @@ def prove(info: TensorInfo, boxes: Iterable[tuple[Owner, Box]], *, partial: bool
     """Prove that boxes cover a tensor exactly; equal boxes are replicas and count once.
 
     Args:
-        info: the tensor, for its shape and for the message of an error.
-        boxes: each box with its owner: a rank, or text that describes a file or a part of a view.
         partial: each owner has values of its own, so its boxes alone must cover the tensor (default: no).
-
-    Raises:
-        CoverageError: a box has other dims than the tensor, leaves it, or overlaps another box, or part of the tensor
-            is in no box; the message names the tensor and the owners.
     """
     if partial:
         by_owner: dict[Owner, list[tuple[Owner, Box]]] = {}

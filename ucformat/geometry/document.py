@@ -18,8 +18,6 @@ from ucformat.schema.view import Step
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["lift_mesh", "lift_rule", "lower", "lower_rule", "lower_step", "read_document", "validate"]
-
 _STEP: TypeAdapter[Step] = TypeAdapter(Step)
 
 
@@ -29,15 +27,7 @@ def read(path: Path) -> Any:
 
 
 def validate(document: Any) -> schema.LayoutDocument:
-    """Validate a layout document.
-
-    Args:
-        document: the parsed content of a layout file.
-
-    Raises:
-        LayoutError: the document does not describe a layout; the message lists each error with its place.
-        UpgradeNeeded: the document has a newer version.
-    """
+    """Validate a layout document."""
     version = document.get("version") if isinstance(document, Mapping) else None
     if isinstance(version, int) and version > schema.VERSION:
         raise UpgradeNeeded(
@@ -57,15 +47,7 @@ def validate(document: Any) -> schema.LayoutDocument:
 
 
 def read_document(path: Path) -> schema.LayoutDocument:
-    """Read and validate a layout file.
-
-    Args:
-        path: the YAML or JSON file.
-
-    Raises:
-        LayoutError: as `validate`; the message names the file, and the line of each error.
-        UpgradeNeeded: the document has a newer version.
-    """
+    """Read and validate a layout file."""
     document = read(path)
     try:
         return validate(document)
@@ -84,7 +66,6 @@ def lower(model: schema.LayoutDocument, path: Path | None = None) -> dict[str, A
     """The keyword arguments of `Layout` for a validated document.
 
     Args:
-        model: the document.
         path: the file it was read from, whose line numbers then appear in the labels of rules (None: not from a file).
     """
 
@@ -111,15 +92,7 @@ def lower(model: schema.LayoutDocument, path: Path | None = None) -> dict[str, A
 
 
 def lower_rule(rule: Rule | Mapping[str, Any], label: str) -> Rule:
-    """A rule with a label.
-
-    Args:
-        rule: a rule, or a mapping with the keys of a layout file.
-        label: name of the rule in error messages, such as `rules[3]`.
-
-    Raises:
-        LayoutError: the mapping is not a valid rule.
-    """
+    """A rule with a label."""
     if isinstance(rule, Rule):
         return replace(rule, label=label)
     try:
@@ -129,15 +102,7 @@ def lower_rule(rule: Rule | Mapping[str, Any], label: str) -> Rule:
 
 
 def lower_step(step: Step | Mapping[str, Any], label: str) -> Step:
-    """A step of a view.
-
-    Args:
-        step: a step, or a mapping with the keys of a layout file.
-        label: name of the step in error messages, such as `view[0]`.
-
-    Raises:
-        LayoutError: the mapping is not a valid step.
-    """
+    """A step of a view."""
     try:
         return schema.checked_as(_STEP, step)
     except schema.Faults as e:
@@ -216,21 +181,13 @@ def _over(over: str | list[str] | None) -> tuple[str, ...]:
 
 
 def lift_mesh(mesh: Mesh) -> dict[str, Any]:
-    """A mesh as a JSON document that keeps the order of axes even if its keys are sorted.
-
-    Args:
-        mesh: the mesh.
-    """
+    """A mesh as a JSON document that keeps the order of axes even if its keys are sorted."""
     out: dict[str, Any] = {"axes": [{name: n} for name, n in mesh.axes.items()]}
     return out if mesh.ranks == tuple(range(mesh.size)) else {**out, "ranks": list(mesh.ranks)}
 
 
 def lift_rule(rule: Rule) -> dict[str, Any]:
-    """A rule as a JSON document; fields with their default value are left out.
-
-    Args:
-        rule: the rule.
-    """
+    """A rule as a JSON document; fields with their default value are left out."""
     out: dict[str, Any] = {"match": rule.match[0] if len(rule.match) == 1 else list(rule.match)}
     if rule.states:
         out["states"] = list(rule.states)

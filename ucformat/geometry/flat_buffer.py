@@ -19,31 +19,11 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.placement import Flat
 
-__all__ = [
-    "FlatBuffer",
-    "align_up",
-    "flat_boxes",
-    "flat_extents",
-    "flat_range",
-    "join_flat",
-    "part_range",
-    "part_size",
-    "round_robin_order",
-]
-
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
     """The boxes of a range of the row-major flattened tensor: at most `2 * ndim - 1`, in flat order.
 
     A 0-d tensor gives one box, an empty range none.
-
-    Args:
-        shape: shape of the tensor.
-        start: first element of the range.
-        stop: element after the last.
-
-    Raises:
-        UsageError: the range is not within the tensor.
     """
     size = math.prod(shape)
     if not 0 <= start <= stop <= size:
@@ -52,12 +32,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]
 
 
 def flat_range(shape: tuple[int, ...], within: Box | None) -> tuple[int, int]:
-    """The smallest range `[start, stop)` of the row-major flattened tensor that contains a box.
-
-    Args:
-        shape: shape of the tensor.
-        within: the box (None: the whole tensor).
-    """
+    """The smallest range `[start, stop)` of the row-major flattened tensor that contains a box."""
     if within is None:
         return 0, math.prod(shape)
     if not within.size:
@@ -89,15 +64,7 @@ def flat_extents(
     """The extents of a range of a flattened tensor that is stored contiguously in a file.
 
     Args:
-        shape: shape of the whole tensor.
-        start: first element of the range.
-        stop: element after the last.
-        itemsize: bytes of one element.
-        file: key of the file.
         offset: byte of the file at which the element `start` begins.
-
-    Raises:
-        UsageError: the range is not within the tensor.
     """
     strides = row_major(shape, itemsize)
     for box in flat_boxes(shape, start, stop):
@@ -106,12 +73,7 @@ def flat_extents(
 
 
 def align_up(n: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `n`.
-
-    Args:
-        n: a non-negative integer.
-        multiple: a positive integer.
-    """
+    """The smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple
 
 
@@ -119,8 +81,6 @@ def part_size(numel: int, degree: int, align: int = 1) -> int:
     """Elements of each rank's part of a tensor that is partitioned by itself; the last parts are padded to this size.
 
     Args:
-        numel: elements of the tensor.
-        degree: number of ranks.
         align: the size is a multiple of this many elements (default: 1).
     """
     return align_up(-(-numel // degree), align)
@@ -130,19 +90,13 @@ def part_range(numel: int, part: int, rank: int) -> tuple[int, int]:
     """The range `[start, stop)` of a flattened tensor that a rank holds, if the tensor is partitioned by itself.
 
     Args:
-        numel: elements of the tensor.
         part: elements of each rank's part, as `part_size` computes them.
-        rank: index among the ranks that share the tensor.
     """
     return min(numel, rank * part), min(numel, (rank + 1) * part)
 
 
 def round_robin_order(n: int, groups: int) -> list[int]:
     """The order of `n` items that are dealt in turn to groups, group after group (DeepSpeed's `round_robin_gradients`).
-
-    Args:
-        n: number of items.
-        groups: number of groups.
 
     Returns:
         indices of the items: those of the first group, then of the second, and so on.
@@ -170,10 +124,7 @@ class FlatBuffer:
         """Append a tensor to the joined buffer.
 
         Args:
-            tensor: name of the tensor.
-            numel: its elements.
             align: the tensor starts at a multiple of this many elements (default: 1).
-            padding: elements of padding after it (default: 0).
         """
         start = align_up(self.end, align)
         self.slots[tensor] = range(start, start + numel)
@@ -183,8 +134,6 @@ class FlatBuffer:
         """Append the parts of a tensor that is partitioned by itself, one to each rank's buffer.
 
         Args:
-            tensor: name of the tensor.
-            numel: its elements.
             part: elements of each rank's part, as `part_size` computes them.
         """
         self.slots[tensor] = range(self.end, self.end + part)
@@ -193,10 +142,6 @@ class FlatBuffer:
 
     def part_on(self, tensor: str, rank: int) -> tuple[int, int, int]:
         """A rank's part of a tensor.
-
-        Args:
-            tensor: name of the tensor.
-            rank: index among the ranks that share the buffer.
 
         Returns:
             the range `[start, stop)` of the flattened tensor, and the element of the rank's buffer at which it begins.
@@ -212,8 +157,6 @@ class FlatBuffer:
         """The ranks that hold any of a range of a flattened tensor.
 
         Args:
-            tensor: name of the tensor.
-            start: first element of the range.
             stop: element after the last (None: the end of the tensor).
         """
         slot, numel = self.slots[tensor], self.partitioned.get(tensor)
@@ -225,20 +168,12 @@ class FlatBuffer:
         return range(first // width, (first + stop - start - 1) // width + 1)
 
     def on(self, rank: int) -> dict[str, tuple[int, int, int]]:
-        """The tensors that a rank holds any element of, each with its part as `part_on` returns it.
-
-        Args:
-            rank: index among the ranks that share the buffer.
-        """
+        """The tensors that a rank holds any element of, each with its part as `part_on` returns it."""
         found = ((tensor, self.part_on(tensor, rank)) for tensor in self.slots)
         return {tensor: (start, stop, at) for tensor, (start, stop, at) in found if start < stop}
 
     def padding(self, rank: int) -> int:
-        """Elements at the end of a rank's partition that belong to no tensor.
-
-        Args:
-            rank: index among the ranks that share the buffer.
-        """
+        """Elements at the end of a rank's partition that belong to no tensor."""
         return min(self.size, max(0, (rank + 1) * self.size - self.end))
 
 
@@ -246,9 +181,6 @@ def join_flat(flat: Flat, degree: int, name: str, members: Sequence[tuple[str, i
     """Join tensors into flat buffers with the settings of a layout.
 
     Args:
-        flat: the layout's settings.
-        degree: number of coordinates that the buffers are partitioned over.
-        name: name of the buffer; with `max_elements` there may be several, `name.0`, `name.1`, …
         members: the tensors in the order of the tensor list, each with the number of its elements to join.
 
     Returns:

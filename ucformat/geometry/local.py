@@ -27,17 +27,6 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.placement import Shard
 
-__all__ = [
-    "Cut",
-    "Dim",
-    "Run",
-    "keep_rows",
-    "local_dims",
-    "pieces_of",
-    "regions_of",
-    "strided_regions",
-]
-
 
 class Run(NamedTuple):
     """Consecutive indices of the global dim, and the index of the local dim at which they begin.
@@ -59,12 +48,7 @@ class Dim:
 
     @classmethod
     def whole(cls, size: int, start: int = 0) -> Dim:
-        """A dim with a single run.
-
-        Args:
-            size: number of indices.
-            start: first index of the global dim (default: 0).
-        """
+        """A dim with a single run."""
         return cls(size, (Run(range(start, start + size)),) if size else ())
 
     def take(self, intervals: Iterable[tuple[int, int]]) -> Dim:
@@ -108,11 +92,7 @@ def local_dims(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[Dim, ...]
     """The dims of the local tensor after a sequence of shards.
 
     Args:
-        shape: shape of the global tensor.
         cuts: the shards, in the order in which they apply.
-
-    Raises:
-        LayoutError: a shard does not fit the shape; the message does not name the tensor.
     """
     dims = [Dim.whole(n) for n in shape]
     done: set[int] = set()
@@ -190,7 +170,6 @@ def pieces_of(
     """The pieces of a local tensor and those of its padding, both in ascending order of offset.
 
     Args:
-        dims: the dims of the local tensor.
         flat: a range `[start, stop)` of the flattened local tensor (None: all of it).
         offset: element of the buffer at which the range begins.
         buffer: name of the flat buffer (None: the tensor has memory of its own).
@@ -218,11 +197,7 @@ _MAX_BOXES = 1 << 16  # boxes that one strided piece may be split into
 
 
 def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """The parts of the global tensor that a local tensor holds, and those of the padding tensor.
-
-    Args:
-        dims: the dims of the local tensor.
-    """
+    """The parts of the global tensor that a local tensor holds, and those of the padding tensor."""
     regions: list[Part] = []
     padding: list[Part] = []
     for runs in product(*(d.runs for d in dims)):
@@ -234,10 +209,6 @@ def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[Part, ...], tuple[Part, ...
 
 def keep_rows(regions: Iterable[Part], rows: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     """Split regions at a row of the global tensor; the rows after it are padding that a file holds.
-
-    Args:
-        regions: regions of a local tensor.
-        rows: number of rows (indices of dim 0) of the tensor without padding.
 
     Returns:
         the regions before the row, and the regions from it on, as boxes of the padding tensor.
@@ -267,15 +238,7 @@ def strided_regions(
     """The regions of a strided piece: one, or one for each index of the axes that skip elements.
 
     Args:
-        shape: shape of the global tensor, row-major.
-        local_shape: shape of the local tensor, row-major.
-        size: shape of the piece.
         source: the piece in the global tensor: offset and strides in elements, as for `torch.as_strided`.
-        target: the piece in the local tensor, likewise.
-
-    Raises:
-        LayoutError: an axis does not run along a dim of both tensors, the piece exceeds one, or it needs more than
-            65,536 regions.
     """
     whole, inner = _place(shape, size, *source), _place(local_shape, size, *target)
     cut = [n > 1 and (a != 1 or b != 1) for n, a, b in zip(size, whole.steps, inner.steps, strict=True)]

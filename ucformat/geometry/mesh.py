@@ -10,8 +10,6 @@ from ucformat.errors import LayoutError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["Mesh"]
-
 _MAX_RANKS = 1 << 22  # of a mesh, because each rank is listed
 
 
@@ -19,11 +17,7 @@ class Mesh:
     """Named axes and their sizes, slowest first; immutable.
 
     Args:
-        axes: size of each axis, at least 1.
         ranks: the rank at each coordinate, in row-major order of coordinates (default: 0, 1, 2, …).
-
-    Raises:
-        LayoutError: a size is less than 1, the mesh is too large, or `ranks` is not a permutation of all ranks.
     """
 
     __slots__ = ("_index", "axes", "ranks", "size")
@@ -45,14 +39,7 @@ class Mesh:
         self._index = {rank: i for i, rank in enumerate(self.ranks)}
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The coordinate of a rank: its index on each axis.
-
-        Args:
-            rank: global rank, from 0 to `size - 1`.
-
-        Raises:
-            UsageError: the rank is not in the mesh.
-        """
+        """The coordinate of a rank: its index on each axis."""
         if rank not in self._index:
             raise UsageError(f"rank {rank} is not in the mesh {self} of {self.size} ranks")
         at, out = self._index[rank], {}
@@ -61,51 +48,27 @@ class Mesh:
         return {axis: out[axis] for axis in self.axes}
 
     def coordinates(self, axes: Sequence[str], base: Mapping[str, int] | None = None) -> Iterator[dict[str, int]]:
-        """Every coordinate that differs from `base` only in these axes, in row-major order.
-
-        Args:
-            axes: names of axes, slowest first.
-            base: a coordinate (default: index 0 on each axis).
-        """
+        """Every coordinate that differs from `base` only in these axes, in row-major order."""
         base = dict.fromkeys(self.axes, 0) if base is None else base
         return (self.move(base, axes, i) for i in range(self.degree(axes)))
 
     def move(self, base: Mapping[str, int], axes: Sequence[str], index: int) -> dict[str, int]:
-        """The coordinate at an index along these axes that equals `base` on all others.
-
-        Args:
-            base: a coordinate.
-            axes: names of axes, slowest first.
-            index: row-major index over these axes.
-        """
+        """The coordinate at an index along these axes that equals `base` on all others."""
         out = dict(base)
         for axis in reversed(axes):
             index, out[axis] = divmod(index, self.axes[axis])
         return out
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at a coordinate.
-
-        Args:
-            coordinate: the index on each axis of the mesh.
-        """
+        """The rank at a coordinate."""
         return self.ranks[self.index(tuple(self.axes), coordinate)]
 
     def degree(self, axes: Sequence[str]) -> int:
-        """Number of coordinates along these axes together.
-
-        Args:
-            axes: names of axes.
-        """
+        """Number of coordinates along these axes together."""
         return math.prod(self.axes[axis] for axis in axes)
 
     def index(self, axes: Sequence[str], coordinate: Mapping[str, int]) -> int:
-        """The index of a coordinate along several axes, row-major over the axes as listed.
-
-        Args:
-            axes: names of axes, slowest first.
-            coordinate: the index on at least these axes.
-        """
+        """The index of a coordinate along several axes, row-major over the axes as listed."""
         at = 0
         for axis in axes:
             at = at * self.axes[axis] + coordinate[axis]

@@ -21,8 +21,6 @@ from typing import Any
 
 from ucformat.errors import LayoutError
 
-__all__ = ["Pattern", "compile_pattern", "compile_regex", "expand", "is_regex"]
-
 _MAX_PATTERN = 1000  # characters of a pattern
 _MIN_NAME = 200  # characters of a name that every pattern must accept
 _MAX_STEPS = 60_000_000  # of matching one name, at most: some tenths of a second
@@ -61,25 +59,11 @@ class Pattern:
         return self.regex.groups
 
     def match(self, name: str) -> re.Match[str] | None:
-        """The match of the beginning of a name, or None.
-
-        Args:
-            name: the name.
-
-        Raises:
-            LayoutError: the name is too long for the pattern.
-        """
+        """The match of the beginning of a name, or None."""
         return self.regex.match(self._checked(name))
 
     def fullmatch(self, name: str) -> re.Match[str] | None:
-        """The match of a whole name, or None.
-
-        Args:
-            name: the name.
-
-        Raises:
-            LayoutError: the name is too long for the pattern.
-        """
+        """The match of a whole name, or None."""
         return self.regex.fullmatch(self._checked(name))
 
     def _checked(self, name: str) -> str:
@@ -93,20 +77,12 @@ class Pattern:
 
 
 def is_regex(pattern: str) -> bool:
-    """Whether a pattern is spelled `/regex/`.
-
-    Args:
-        pattern: a glob or `/regex/`.
-    """
+    """Whether a pattern is spelled `/regex/`."""
     return len(pattern) > 2 and pattern[0] == pattern[-1] == "/"
 
 
 def compile_regex(pattern: str) -> Pattern:
-    """Compile `/regex/`, as `compile_pattern` does without the slashes.
-
-    Args:
-        pattern: the regex between slashes.
-    """
+    """Compile `/regex/`, as `compile_pattern` does without the slashes."""
     return compile_pattern(pattern[1:-1])
 
 
@@ -116,10 +92,6 @@ def compile_pattern(regex: str) -> Pattern:
 
     Args:
         regex: the pattern in the syntax of `re`, at most 1000 characters.
-
-    Raises:
-        LayoutError: it is not a valid regular expression, or may take too much work on a name of 200 characters; then
-            the message names the part of it that does, and the hint alternatives.
     """
     if len(regex) > _MAX_PATTERN:
         raise LayoutError(
@@ -139,15 +111,7 @@ def compile_pattern(regex: str) -> Pattern:
 
 
 def expand(match: re.Match[str], template: str) -> str:
-    """Replace the group references of a template by the groups of a match.
-
-    Args:
-        match: the match of a name.
-        template: the template, as for `re.sub`.
-
-    Raises:
-        LayoutError: the template refers to a group that the pattern does not have, or may produce a very long name.
-    """
+    """Replace the group references of a template by the groups of a match."""
     if len(template) + template.count("\\") * len(match[0]) > _MAX_EXPANDED:
         raise LayoutError(
             f"the template {_short(template)} may produce a name of more than {_MAX_EXPANDED} characters "

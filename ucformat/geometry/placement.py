@@ -20,22 +20,6 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.mesh import Mesh
 
-__all__ = [
-    "Flat",
-    "Holder",
-    "Owner",
-    "Partial",
-    "Placed",
-    "Placement",
-    "Replicate",
-    "Rule",
-    "Shard",
-    "Stage",
-    "axes_of",
-    "compile_match",
-    "place",
-]
-
 Over = str | tuple[str, ...]
 
 
@@ -49,8 +33,6 @@ class Shard:
     """Shard along `dim`, which may be negative: by default as `torch.chunk` cuts, the last parts smaller or empty.
 
     Attributes:
-        dim: the dim to shard.
-        over: the axes to shard over.
         sizes: the width for each coordinate, in elements of the dim.
         parts: the dim is a concatenation of parts, each sharded by itself (fused QKV, SwiGLU). A part is a width, or a
             tuple of widths, one for each coordinate; widths that do not add up to the size of the dim, but divide it,
@@ -79,14 +61,7 @@ class Shard:
             raise LayoutError(f"shard {self.dim} has invalid widths {self.sizes or self.parts}")
 
     def check_degree(self, degree: int) -> None:
-        """Check that `sizes`, and the widths of each part, have one entry for each coordinate.
-
-        Args:
-            degree: number of coordinates along the axes of the shard.
-
-        Raises:
-            LayoutError: they do not.
-        """
+        """Check that `sizes`, and the widths of each part, have one entry for each coordinate."""
         for widths in (self.sizes, *(self.parts or ())):
             if isinstance(widths, tuple) and len(widths) != degree:
                 raise LayoutError(f"shard {self.dim} gives {len(widths)} widths {widths} for {degree} coordinates")
@@ -181,11 +156,7 @@ Placement = Replicate | Shard | Flat | Stage | Owner | Partial
 
 
 def axes_of(placement: Placement) -> tuple[str, ...]:
-    """The axes that a placement names.
-
-    Args:
-        placement: the placement.
-    """
+    """The axes that a placement names."""
     return () if isinstance(placement, Replicate) else tuple(placement.over)
 
 
@@ -195,14 +166,7 @@ def _normalise(placement: Shard | Flat | Stage | Owner | Partial) -> None:
 
 
 def compile_match(match: str) -> Pattern:
-    """Compile a pattern that must match a whole name.
-
-    Args:
-        match: a glob, in which `*` and `?` also match dots, or a `/regex/`.
-
-    Raises:
-        LayoutError: the regex is invalid, or may take too long.
-    """
+    """Compile a pattern that must match a whole name."""
     if is_regex(match):
         return compile_regex(match)
     first, *rest = ("".join("." if c == "?" else re.escape(c) for c in part) for part in match.split("*"))
@@ -216,7 +180,6 @@ class Rule:
     """Assigns a placement to the tensors whose name matches `match`.
 
     Attributes:
-        match: globs or `/regex/`es of names.
         place: the placements, in the order in which they apply (default: replicated).
         states: globs or `/regex/`es of states; empty matches every state.
         mesh: name of the mesh (None: the default mesh).
@@ -247,30 +210,15 @@ class Rule:
             )
 
     def find(self, name: str) -> re.Match[str] | None:
-        """The match of a tensor's name by the first pattern that matches, whatever its state.
-
-        Args:
-            name: the tensor's name.
-        """
+        """The match of a tensor's name by the first pattern that matches, whatever its state."""
         return next(filter(None, (p.fullmatch(name) for p in self._names)), None)
 
     def has_state(self, state: str) -> bool:
-        """Whether the rule applies to tensors of a state.
-
-        Args:
-            state: the state.
-        """
+        """Whether the rule applies to tensors of a state."""
         return not self._states or any(p.fullmatch(state) for p in self._states)
 
     def check(self, mesh: Mesh) -> None:
-        """Check that the rule fits a mesh, independent of any tensor.
-
-        Args:
-            mesh: the mesh.
-
-        Raises:
-            LayoutError: a placement names an axis that the mesh does not have, or does not fit the size of its axes.
-        """
+        """Check that the rule fits a mesh, independent of any tensor."""
         for p in self.place:
             unknown = [axis for axis in axes_of(p) if axis not in mesh.axes]
             if unknown:
@@ -325,11 +273,7 @@ class Placed:
     rules: tuple[Rule, ...]
 
     def holds(self, coordinate: Mapping[str, int]) -> bool:
-        """Whether stages and owners assign the tensor to this coordinate.
-
-        Args:
-            coordinate: the index on each axis of the mesh.
-        """
+        """Whether stages and owners assign the tensor to this coordinate."""
         return all(self.mesh.index(h.axes, coordinate) == h.index for h in self.holders)
 
     @property
@@ -343,11 +287,7 @@ def place(mesh: Mesh, found: list[tuple[Rule, re.Match[str]]]) -> Placed:
     """Compose the rules that matched one tensor.
 
     Args:
-        mesh: the mesh of the rules.
         found: each rule with its match, in the order in which they apply.
-
-    Raises:
-        LayoutError: the rules contradict each other, or do not fit the mesh.
     """
     used: dict[str, Rule] = {}
     shards: list[Shard] = []

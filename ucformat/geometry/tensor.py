@@ -14,20 +14,6 @@ from ucformat.schema import ITEMSIZE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = [
-    "Block",
-    "Extent",
-    "FileRun",
-    "Key",
-    "Piece",
-    "TensorInfo",
-    "TensorList",
-    "Tiles",
-    "cut_piece",
-    "single_extents",
-]
-
-
 _SMALL = 1 << 20  # bytes of a block that is read to verify a part of it
 
 
@@ -46,11 +32,7 @@ class Key(NamedTuple):
         return Key(self.name, f"{self.state}.padding")
 
     def partial(self, rank: int) -> Key:
-        """The key of one rank's value of a tensor that is reduced (averaged) over ranks.
-
-        Args:
-            rank: the rank.
-        """
+        """The key of one rank's value of a tensor that is reduced (averaged) over ranks."""
         return Key(self.name, f"{self.state}.partial{rank}")
 
 
@@ -136,11 +118,7 @@ class Extent:
     block: Block | None = None
 
     def leaves_block(self, itemsize: int) -> bool:
-        """Whether the extent has bytes outside of its block, which the block's checksum does not cover.
-
-        Args:
-            itemsize: bytes of one element.
-        """
+        """Whether the extent has bytes outside of its block, which the block's checksum does not cover."""
         if self.block is None or not self.box.size:
             return False
         steps = [(n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True)]
@@ -151,9 +129,6 @@ class Extent:
         """The block that covers a part of the extent.
 
         A small block of a packed file is read whole to verify any part of it; others are left out for a part.
-
-        Args:
-            shape: shape of the part.
         """
         block = self.block
         if block is None or shape == self.box.shape:
@@ -231,8 +206,6 @@ class FileRun:
 
     Attributes:
         first: the box in the first file.
-        dim: the dim.
-        files: the keys of the files.
     """
 
     first: Tiles
@@ -252,22 +225,14 @@ class FileRun:
         return Box(self.first.box.start, tuple(shape))
 
     def tiles(self, number: int) -> Tiles:
-        """The box in one of the files.
-
-        Args:
-            number: of the file.
-        """
+        """The box in one of the files."""
         f = self.first
         start = list(f.box.start)
         start[self.dim] += number * f.box.shape[self.dim]
         return Tiles(Box(tuple(start), f.box.shape), self.files[number], f.offset, f.chunk, f.itemsize, f.steps)
 
     def parts(self, within: Box) -> Iterator[tuple[Tiles, Sequence[str]]]:
-        """The files of which a box intersects the same part: what the first of them has, and the others.
-
-        Args:
-            within: the box, which intersects this one.
-        """
+        """The files of which a box intersects the same part: what the first of them has, and the others."""
         size, begin = self.first.box.shape[self.dim], self.first.box.start[self.dim]
         low = max(0, within.start[self.dim] - begin)
         high = min(len(self.files) * size, within.stop[self.dim] - begin)
@@ -283,7 +248,6 @@ def single_extents(found: Iterable[Extent | Tiles], within: Box | None = None) -
     """Extents of single chunks: each `Tiles` is expanded into one extent for each chunk.
 
     Args:
-        found: extents of one tensor.
         within: of `Tiles`, only the chunks that intersect this box (None: all).
     """
     for extent in found:
@@ -309,11 +273,6 @@ class Piece:
 
 def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
     """The parts of a piece that lie in a range of its buffer: few, if its strides are nested as in arrays.
-
-    Args:
-        piece: the piece.
-        start: first element of the range.
-        stop: element after the last.
 
     Yields:
         Pieces of the same buffer; their offsets count from its beginning.
@@ -358,11 +317,7 @@ class TensorList:
     groups: Mapping[str, int] = field(default_factory=dict)
 
     def renamed(self, rename: Callable[[str], str]) -> TensorList:
-        """The same list with each tensor renamed.
-
-        Args:
-            rename: returns the new name for a name.
-        """
+        """The same list with each tensor renamed."""
         infos = tuple(TensorInfo(rename(i.name), i.state, i.dtype, i.shape) for i in self.tensors)
         return TensorList(infos, {rename(n): g for n, g in self.groups.items()})
 

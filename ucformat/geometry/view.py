@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import Extent, Key, TensorInfo
 
-__all__ = ["Part", "View"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -35,23 +33,13 @@ class Part:
 
     @classmethod
     def aligned(cls, target: Box, box: Box) -> Part:
-        """The part of two boxes of the same shape, with their dims in the same order.
-
-        Args:
-            target: box of the target tensor.
-            box: box of the source tensor.
-        """
+        """The part of two boxes of the same shape, with their dims in the same order."""
         return cls(target, box, tuple(range(len(box.shape))))
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A target tensor and the parts that tile it, each with its source.
-
-    Raises:
-        LayoutError: the box of a part does not have the shape of its target by its axes.
-        CoverageError: the parts do not cover the tensor, or several hold the same elements.
-    """
+    """A target tensor and the parts that tile it, each with its source."""
 
     info: TensorInfo
     parts: tuple[tuple[Key, Part], ...]
@@ -79,14 +67,7 @@ class View:
             raise LayoutError(f"{where}, but its axes {part.axes} omit a dim longer than 1")
 
     def check(self, sources: Callable[[Key], TensorInfo]) -> None:
-        """Check the parts against their sources.
-
-        Args:
-            sources: returns the metadata of a source tensor.
-
-        Raises:
-            LayoutError: a source has another dtype, or does not contain the box that a part takes.
-        """
+        """Check the parts against their sources."""
         for source, part in self.parts:
             info = sources(source)
             if info.dtype != self.info.dtype:
@@ -107,7 +88,6 @@ class View:
         Each source is queried once, for the bounding box of all that is taken from it.
 
         Args:
-            source_extents: returns the extents of a source tensor that intersect a box.
             within: the box of the target that is needed (None: all of it).
         """
         near = [(source, part, _source_box(part, within)) for source, part in self.parts]

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Piece, TensorInfo
     from ucformat.storage.base import Writer
 
-__all__ = ["Cut", "WriteBehind", "bands"]
-
 _BAND_BYTES = 8 << 20
 _PARTS = 4096  # of a band
 
@@ -54,9 +52,6 @@ def bands(parts: Iterable[Part]) -> Iterator[list[Cut] | Sealed]:
     """Group the consecutive parts of a file that are read and written together, at most 8 MiB.
 
     Large spans are cut at multiples of that, which are mostly the ends of chunks in the source.
-
-    Args:
-        parts: the parts of the file, in order.
     """
     band: list[Cut] = []
     left = _BAND_BYTES
@@ -91,7 +86,6 @@ class WriteBehind:
     """Writes a band in a thread of its own, while the caller fills the next one.
 
     Args:
-        out: where bands are written.
         nbytes: bytes of the file. One of a single band is written by the caller's thread.
     """
 
@@ -101,11 +95,7 @@ class WriteBehind:
         self._writing: Future[None] | None = None
 
     def memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory to fill, of which nothing is being written.
-
-        Args:
-            nbytes: how much.
-        """
+        """Memory to fill, of which nothing is being written."""
         return thread_memory(f"band {self._turn}", nbytes)
 
     def write(self, data: memoryview) -> None:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
 
-__all__ = ["Done", "Failure", "How", "Opened", "OpenedCheckpoint", "record_all"]
-
 _TOGETHER, _MOMENT = 64, 1.0  # the most checkpoints that are recorded in one transaction; seconds that one waits for it
 
 
@@ -57,11 +55,7 @@ class OpenedCheckpoint:
 
     @classmethod
     def parse(cls, text: str) -> OpenedCheckpoint:
-        """The checkpoint that `dump` has written.
-
-        Args:
-            text: the JSON.
-        """
+        """The checkpoint that `dump` has written."""
         found = json.loads(text)
         doc = None if found["doc"] is None else CatalogDoc.model_validate(found["doc"])
         manifest = Manifest.model_validate_json(found["manifest"])
@@ -102,18 +96,7 @@ def record_all(
     *,
     listings: Mapping[str, str] | None = None,
 ) -> Done:
-    """Record opened checkpoints; one that could not be opened or recorded is a failure, or if `strict` an error.
-
-    Args:
-        catalog: the catalog.
-        opened: the results of opening places.
-        how: how to record them.
-        progress: called with the places done and in all.
-        listings: hashes of the file listings of places.
-
-    Raises:
-        UcformatError: if `strict`, the first failure.
-    """
+    """Record opened checkpoints; one that could not be opened or recorded is a failure, or if `strict` an error."""
     present, failures, done = [], [], 0
     unread: dict[str, tuple[str, ...]] = {}
     for part in _batches(opened):

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], None]
     _Reader = Callable[[Box, NDArray[np.uint8]], NDArray[Any]]
 
-__all__ = ["Counts", "TensorDifference", "compare", "compare_values", "spread_of"]
-
 _SLICE = 1 << 17  # elements that are compared at once as float64
 
 
@@ -60,12 +58,7 @@ class Counts:
 
 
 def compare_values(a: NDArray[Any], b: NDArray[Any]) -> Counts:
-    """Compare two flat arrays of equal length: of equal dtypes by their bits, else by their values, where NaN is NaN.
-
-    Args:
-        a: one array.
-        b: the other one.
-    """
+    """Compare two flat arrays of equal length: of equal dtypes by their bits, else by their values, where NaN is NaN."""
     compare = _bits if a.dtype == b.dtype else _values
     found = Counts()
     with np.errstate(all="ignore"):  # infinities and NaNs are among the differences
@@ -146,10 +139,6 @@ class TensorDifference:
     """How far a tensor of one checkpoint is from that of another.
 
     Attributes:
-        name: its name.
-        state: `weight`, `master`, `exp_avg`, ….
-        shape: its shape, which both have.
-        dtypes: the dtype of each.
         equal: whether they are of one dtype, and equal bit for bit.
         differing: elements whose bits differ; of different dtypes, those whose values do, where NaN equals NaN.
         nan_mismatches: elements of which one is NaN and the other is not.
@@ -189,11 +178,8 @@ def compare(
     each worker, whatever the sizes of the tensors.
 
     Args:
-        a: a checkpoint, or its path, url or store.
-        b: the other one.
         workers: blocks compared at once (default: one for each core, at most 4).
         progress: called with the bytes done and the bytes in all, of both checkpoints.
-        names: compare only the tensors of these names.
 
     Raises:
         TensorNotFound: one of the checkpoints has no tensor of a name that is given.
@@ -336,7 +322,6 @@ def spread_of(view: Viewed | None, keys: Iterable[Key]) -> dict[str, dict[str, A
 
     Args:
         view: the view that computes the means; None if there is none.
-        keys: the tensors.
 
     Returns:
         For each of these tensors that is a mean, by name and state, the number of `values` and `max_abs_difference`,

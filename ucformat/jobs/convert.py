@@ -243,8 +243,6 @@ def write(job: ShardJob, attempt: Attempt, weights: Callable[[], WeightsJob] | N
     """Write tensors, and everything else of a checkpoint.
 
     Args:
-        job: writes the arrays.
-        attempt: the attempt.
         weights: makes the job that writes the other tensors (default: there are none).
 
     Returns:

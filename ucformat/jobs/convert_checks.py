@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from ucformat.jobs.finished import SumDoc
     from ucformat.reading.readable import FileRecord
 
-__all__ = ["StreamVerifier", "joined", "verifying"]
-
 _READ = 4 << 20  # bytes that are read at once of remaining bytes
 _NAMED = 5  # tensors of a damaged record that an error names
 _RESIDUE = checksum(bytes(4))  # the CRC-32C of any bytes followed by their own
@@ -77,8 +75,6 @@ class StreamVerifier:
         """Verify the checksums that cover the extents of a tensor.
 
         Args:
-            info: the tensor.
-            extents: its extents.
             box: the box of the tensor that is read; None if unknown parts are.
 
         Returns:
@@ -120,22 +116,13 @@ class StreamVerifier:
         """An extent for planning: if it is only a part of its block, the block is left out.
 
         Otherwise each of the extents that share a block would read all of it.
-
-        Args:
-            info: the tensor.
-            extent: its extent.
         """
         if isinstance(extent, Tiles) or extent.block is None or _fills(extent, info.itemsize):
             return extent
         return replace(extent, block=None)
 
     def carries(self, info: TensorInfo, extents: Iterable[Extent | Tiles]) -> bool:
-        """Whether a checksum covers any bytes of these extents.
-
-        Args:
-            info: the tensor.
-            extents: its extents.
-        """
+        """Whether a checksum covers any bytes of these extents."""
         for e in extents:
             if isinstance(e, Tiles) or e.block is not None or is_checked(self._source.store, e.file):
                 return True
@@ -177,16 +164,7 @@ class StreamVerifier:
     # --- what is read
 
     def see(self, file: str, at: int, data: memoryview) -> None:
-        """Take note of bytes that were read.
-
-        Args:
-            file: the key of the file.
-            at: the offset of the first byte.
-            data: the bytes, perhaps strided in memory.
-
-        Raises:
-            ChecksumError: a checksum is complete now, and differs.
-        """
+        """Take note of bytes that were read."""
         stop = at + data.nbytes
         if not data.c_contiguous and not (self._in_records(file, at, stop) or self._in_blocks(file, at, stop)):
             return  # there may be many rows
@@ -258,12 +236,6 @@ class StreamVerifier:
         """Take what tasks in other processes, or in an earlier run, have read of checksums.
 
         What includes bytes that were read here too is ignored, and its other bytes are read again at the end.
-
-        Args:
-            sums: from `sums_of`.
-
-        Raises:
-            ChecksumError: a checksum is complete now, and differs.
         """
         for doc in sums:
             one = self._sum_of(doc)
@@ -291,11 +263,7 @@ class StreamVerifier:
         return [one for one in sums if one.begun and one.waits]
 
     def finish(self, one: StreamSum) -> None:
-        """Read the remaining bytes of a checksum.
-
-        Args:
-            one: the checksum.
-        """
+        """Read the remaining bytes of a checksum."""
         buffer = memoryview(bytearray(min(_READ, one.waits)))
         for a, b in list(one.left):
             for at in range(a, b, _READ):
@@ -313,7 +281,6 @@ class StreamVerifier:
         """Which tensors were verified, for the manifest.
 
         Args:
-            infos: the tensors.
             bare: those of which other processes have read bytes that no checksum covers (default: none).
         """
         return _verified(infos, self._bare.union(bare), self._besides)
@@ -345,11 +312,7 @@ def _verified(infos: Sequence[TensorInfo], bare: Collection[tuple[str, str]], be
 
 
 def joined(parts: Sequence[tuple[Sequence[TensorInfo], VerifiedDoc]]) -> VerifiedDoc:
-    """Which tensors of several conversions into one checkpoint were verified.
-
-    Args:
-        parts: the tensors of each, and which of them were verified.
-    """
+    """Which tensors of several conversions into one checkpoint were verified."""
     infos = [info for of_part, _ in parts for info in of_part]
     stated = [(of_part, frozenset(doc.but), doc.default) for of_part, doc in parts]
     bare = {i.key for of_part, but, default in stated for i in of_part if (i.key in but) == default}
@@ -363,13 +326,8 @@ def verifying(
     """Compare everything that is read of a checkpoint inside the block with the checksums in its files.
 
     Args:
-        source: the checkpoint.
-        compared: the keys of files that were compared as a whole before.
         on: whether to compare; if not, or if the store is not watched, the verifier is None.
         workers: checksums completed at once at the end (default: as `workers_for`).
-
-    Raises:
-        ChecksumError: a file is damaged.
     """
     if not on or (watching := find_watched(source.store)) is None:
         yield None

@@ -21,7 +21,7 @@ from ucformat.errors import (
 )
 from ucformat.format.attempts import folders_of
 from ucformat.format.audit import ShardFile, wrong_digests
-from ucformat.format.commit import MANIFEST, announce, begin, commit, settle
+from ucformat.format.commit import announce, begin, commit, settle
 from ucformat.format.structure import find_manifest, parse_manifest, read_manifest
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.copy_files import CopyJob, copy_file
@@ -31,6 +31,7 @@ from ucformat.jobs.record import record_commits
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.references import open_reference
+from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.url import as_store
 from ucformat.storage.watched import check_unchanged
 

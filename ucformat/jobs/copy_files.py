@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Block
     from ucformat.storage.base import Store, Writer
 
-__all__ = ["BlockChecker", "CopyJob", "PackedFile", "copy_file", "listed", "transfer"]
-
-
 _NAMED = 5  # damaged chunks or blocks of a file that are named
 _HINT = "restore it from another copy of the checkpoint; nothing is committed at the destination"
 
@@ -51,12 +48,7 @@ class BlockChecker:
         self._bad: list[_BlockSum] = []
 
     def take(self, at: int, data: memoryview) -> None:
-        """Take the next bytes of the file.
-
-        Args:
-            at: the offset of the first byte.
-            data: the bytes.
-        """
+        """Take the next bytes of the file."""
         stop = at + len(data)
         while self._todo and self._todo[0].block.offset < stop:
             self._begun.append(self._todo.popleft())
@@ -93,12 +85,7 @@ class _BlockSum:
 
 
 class CopyJob(RecordedJob):
-    """Copies the files of a checkpoint, the large ones first.
-
-    Args:
-        source: the checkpoint.
-        store: the destination.
-    """
+    """Copies the files of a checkpoint, the large ones first."""
 
     kind = "copy"
 
@@ -158,16 +145,10 @@ def transfer(item: AuditItem, src: Store, dst: Store, there: Mapping[str, int]) 
     """Copy a file, unless the destination has it already.
 
     Args:
-        item: the file.
-        src: the source.
-        dst: the destination.
         there: the keys and sizes in bytes of the files at the destination.
 
     Returns:
         The digests of a shard's chunks, and whether the file was there already.
-
-    Raises:
-        IntegrityError: the source is damaged; the message names the file, and the tensor.
     """
     if there.get(item.file) == item.nbytes and not (isinstance(item, PackedFile) and item.bare):
         try:
@@ -181,19 +162,7 @@ def transfer(item: AuditItem, src: Store, dst: Store, there: Mapping[str, int]) 
 
 
 def copy_file(item: AuditItem, src: Store, dst: Store) -> bytes:
-    """Copy a file.
-
-    Args:
-        item: the file.
-        src: the source.
-        dst: the destination.
-
-    Returns:
-        The digests of a shard's chunks.
-
-    Raises:
-        IntegrityError: the source is damaged; the message names the file, and the tensor.
-    """
+    """Copy a file."""
     unit = item.grid.chunk_nbytes + 4 if isinstance(item, ShardFile) else unit_for(item.nbytes)
     with dst.create(item.file, unit) as out:
         found, wrong = item.check(src, out)
@@ -203,14 +172,7 @@ def copy_file(item: AuditItem, src: Store, dst: Store) -> bytes:
 
 
 def listed(source: Universal) -> list[AuditItem]:
-    """All files that a manifest names, the large ones first.
-
-    Args:
-        source: the checkpoint.
-
-    Raises:
-        MissingData: a packed file or many shards are missing.
-    """
+    """All files that a manifest names, the large ones first."""
     for key, doc in source.docs.items():
         if doc.path is not None and (missing := source.missing_shards(doc)):
             raise MissingData(f"{missing:,} of the {grid_of(doc).count:,} shards of {key} are missing", hint=_HINT)
@@ -251,7 +213,6 @@ class PackedFile:
         """See AuditItem.
 
         Args:
-            store: the store of the checkpoint.
             out: a writer that gets a copy of every byte (default: none).
         """
         sums = BlockChecker(self.file, self.blocks)

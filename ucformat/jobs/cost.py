@@ -128,11 +128,6 @@ def estimate(
 def estimate_combination(combination: Combination, dst: str | PathLike[str], how: How) -> Cost:
     """Estimate what `average` or `merge` costs; reads metadata alone, and writes nothing.
 
-    Args:
-        combination: what is combined.
-        dst: the destination.
-        how: the options.
-
     Returns:
         The cost. Of `ties`, the reads are those of most tensors: few need one more.
     """
@@ -143,12 +138,7 @@ def estimate_combination(combination: Combination, dst: str | PathLike[str], how
 
 
 def estimate_export(job: ExportJob, workers: int | None = None) -> Cost:
-    """Estimate what an export costs; reads metadata alone, and writes nothing.
-
-    Args:
-        job: from `planned_job`.
-        workers: as for `export`.
-    """
+    """Estimate what an export costs; reads metadata alone, and writes nothing."""
     reads: list[_Reads] = []
     sizes = [0 if file.link else file.nbytes for file in job.target.files]
     for file in job.target.files:
@@ -193,15 +183,7 @@ def _puts(store: Store, nbytes: int) -> int:
 
 
 def seconds_at(store: Store, calls: int, nbytes: int, threads: int, *, writing: bool = False) -> float | None:
-    """How long requests take, by what `ucp doctor` has measured of the place; None if it has not.
-
-    Args:
-        store: the place.
-        calls: the requests.
-        nbytes: their bytes.
-        threads: that make them.
-        writing: whether they write.
-    """
+    """How long requests take, by what `ucp doctor` has measured of the place; None if it has not."""
     profile = profile_of(store.url)
     if profile is None:
         return None
@@ -220,10 +202,6 @@ def _cost(
     """The cost of a job.
 
     Args:
-        reads: what is read.
-        store: where files are written (None: nowhere).
-        sizes: the bytes of each file.
-        workers: as for `convert`.
         counts: the tasks and the files, if each task does not write a file.
     """
     tasks, files = counts or (len(sizes), len(sizes))

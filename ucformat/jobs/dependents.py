@@ -34,18 +34,6 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import AttemptDoc
     from ucformat.storage.base import Store
 
-__all__ = [
-    "Home",
-    "dependents_at",
-    "dependents_of",
-    "find_homes",
-    "forget_dependents",
-    "ignore_dependents",
-    "need",
-    "release",
-    "unprotected",
-]
-
 _log = logging.getLogger("ucformat")
 _NAME = re.compile(r"([0-9a-f]{32})\.json", re.ASCII)  # of the documents: an id from `new_id`
 
@@ -60,9 +48,6 @@ def find_homes(files: Sequence[tuple[Store, str]]) -> tuple[Home, ...]:
     """Find the places where files must be recorded as needed: their roots, and checkpoints around or below those.
 
     Only files in the folders of a checkpoint's attempt are removed with it.
-
-    Args:
-        files: the store and the key of each file.
     """
     found: dict[str, set[str]] = {}
     candidates: dict[str, set[str]] = {}
@@ -91,15 +76,8 @@ def _attempt_at(url: str) -> str | None:
 def need(homes: Sequence[Home], checkpoint: str, url: str, *, unprotected: bool = False) -> None:
     """Record durably in these places that a checkpoint needs their files.
 
-    Args:
-        homes: the places.
-        checkpoint: its id.
-        url: where it will be committed.
-        unprotected: where that cannot be written, warn and continue.
-
     Raises:
         Conflict: the checkpoint there is being removed or replaced, or was replaced since it was opened.
-        PermissionDenied: the record cannot be written.
     """
     stamp = make_stamp()
     doc = NeededByDoc(id=checkpoint, url=url, created=stamp.now, who=stamp.who)
@@ -146,10 +124,6 @@ def release(store: Store, record: AttemptDoc) -> None:
 
     Only in places where this user's virtual checkpoints may have files, and only records with the url of this place:
     the record of an attempt may be another user's.
-
-    Args:
-        store: the place of the checkpoint.
-        record: the record of its attempt.
     """
     for place in record.needs:
         try:
@@ -188,11 +162,7 @@ def _is_same(one: str, other: str) -> bool:
 
 
 def dependents_at(store: Store) -> tuple[str, ...]:
-    """The ids of the checkpoints that need files of a place, according to the documents there.
-
-    Args:
-        store: the place.
-    """
+    """The ids of the checkpoints that need files of a place, according to the documents there."""
     names = (_NAME.fullmatch(info.key.removeprefix(f"{NEEDED_BY}/")) for info in store.list(NEEDED_BY))
     return tuple(found[1] for found in names if found)
 
@@ -201,9 +171,6 @@ def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[st
     """Find the dependents of checkpoints.
 
     A place that cannot be listed counts as one without dependents: it is listed again before any file is removed.
-
-    Args:
-        places: the id of each checkpoint with the urls of its places.
     """
     failures: dict[str, str] = {}
 
@@ -228,22 +195,13 @@ def dependents_of(places: Mapping[str, Sequence[str]]) -> dict[str, frozenset[st
 
 
 def forget_dependents(store: Store) -> None:
-    """Remove the documents of dependents, after the files are gone.
-
-    Args:
-        store: the place.
-    """
+    """Remove the documents of dependents, after the files are gone."""
     for dependent in dependents_at(store):
         store.delete(_key(dependent))
 
 
 def ignore_dependents(url: str, ids: Collection[str], *, command: str) -> frozenset[str]:
     """Allow the files of a place to be removed although these checkpoints need them; the catalog logs it.
-
-    Args:
-        url: the place.
-        ids: of the dependents.
-        command: the command that the user ran, for the log.
 
     Returns:
         Those of the ids that were recorded, beside the files or in the catalog, as dependents.
@@ -274,9 +232,6 @@ def unprotected(ck: Checkpoint) -> tuple[str, ...]:
     """The places of a virtual checkpoint's files that do not record that it needs them.
 
     Places that are not allowed as roots, or cannot be read, are left out.
-
-    Args:
-        ck: the checkpoint.
     """
     source = ck.universal
     if source is None or source.manifest.sidecar is None:

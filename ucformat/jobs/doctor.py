@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from ucformat.errors import PermissionDenied, UcformatError, UnsupportedError
-from ucformat.format.commit import MANIFEST
 from ucformat.jobs import probes
 from ucformat.jobs.profiles import Profile, keep_profile
+from ucformat.schema.manifest import MANIFEST
 from ucformat.settings import load_settings, using
 from ucformat.storage.cache.scope import uncached
 from ucformat.storage.clouds import SCHEMES, Options, keys_in_environment, s3_settings
@@ -49,11 +49,7 @@ class Access:
 
 
 def access_to(url: str) -> Access:
-    """The endpoint, region and credentials with which `clouds.connect` opens a url, and the cache of its files.
-
-    Args:
-        url: the url.
-    """
+    """The endpoint, region and credentials with which `clouds.connect` opens a url, and the cache of its files."""
     scheme = split_url(url)[0]
     found = _access_to(SCHEMES.get(scheme))
     return found if scheme in ("", "file", "memory") else replace(found, cache=load_settings().cache or "none")

@@ -42,15 +42,6 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = [
-    "copy_document",
-    "find_document",
-    "protections_of",
-    "read_document",
-    "refuse_protected",
-    "write_documents",
-]
-
 _AT_ONCE = 20  # documents that are brought up to date along with those of a change
 _log = logging.getLogger("ucformat")
 
@@ -61,9 +52,7 @@ def write_documents(catalog: Catalog, limit: int | None = _AT_ONCE, *, changed: 
     A document that cannot be written is a warning, and due again the next time. Returns the number that were due.
 
     Args:
-        catalog: the catalog.
         limit: the most documents besides those that changed (default 20; None: all).
-        changed: the serials of checkpoints that changed.
     """
     with catalog.database.reading() as c:
         due = stale(c, limit, changed)
@@ -77,14 +66,7 @@ def write_documents(catalog: Catalog, limit: int | None = _AT_ONCE, *, changed: 
 
 
 def read_document(store: Store) -> CatalogDoc | None:
-    """Read the catalog's document beside a checkpoint; None if there is none.
-
-    Args:
-        store: the checkpoint's place.
-
-    Raises:
-        IntegrityError: it is invalid, or of an unknown version.
-    """
+    """Read the catalog's document beside a checkpoint; None if there is none."""
     try:
         data = store.read(CATALOG_DOCUMENT)
     except NotFound:
@@ -93,11 +75,7 @@ def read_document(store: Store) -> CatalogDoc | None:
 
 
 def find_document(store: Store) -> CatalogDoc | None:
-    """Read the catalog's document beside a checkpoint; if it cannot be read, warn and return None.
-
-    Args:
-        store: the checkpoint's place.
-    """
+    """Read the catalog's document beside a checkpoint; if it cannot be read, warn and return None."""
     try:
         return read_document(store)
     except UcformatError as error:
@@ -109,11 +87,6 @@ def copy_document(src: Store, dst: Store, checkpoint: str) -> None:
     """Copy the catalog's document beside a checkpoint to a copy that has none; failures are warnings.
 
     The document of a deleted checkpoint is not copied: the copy would be purged.
-
-    Args:
-        src: the checkpoint's place.
-        dst: the place of the copy.
-        checkpoint: the checkpoint's id.
     """
     try:
         doc = find_document(src)
@@ -245,8 +218,6 @@ def refuse_protected(store: Store, there: Manifest, new: str | None) -> None:
     only dependents matter.
 
     Args:
-        store: the place.
-        there: the manifest of the checkpoint there.
         new: the id of the checkpoint that replaces it; None if it is new.
     """
     if there.id == new:
@@ -266,13 +237,7 @@ def _beside(store: Store, checkpoint: str) -> tuple[str, ...]:
 
 
 def protections_of(url: str, checkpoint: str, *, known: bool = True) -> tuple[str, ...]:
-    """The reasons why a checkpoint must not be removed, from its documents and the catalog.
-
-    Args:
-        url: its place.
-        checkpoint: its id.
-        known: whether to query the catalog too (default: yes).
-    """
+    """The reasons why a checkpoint must not be removed, from its documents and the catalog."""
     store = open_store(url)
     try:
         doc = read_document(store)

@@ -186,18 +186,8 @@ def plan_export(
 ) -> Target:
     """Plan an export; reads no tensors, and writes nothing.
 
-    Args:
-        src: as for `export`.
-        kind: as for `export`.
-        states: as for `export`.
-        cast: as for `export`.
-        options: as for `export`.
-
     Returns:
         The files with their sizes, and what the format has no place for.
-
-    Raises:
-        UcformatError: as for `export`.
     """
     source, infos, exporter = _prepared(src, kind, states, cast, options)
     return exporter.target(source, infos)
@@ -213,20 +203,7 @@ def planned_job(
     verify: bool = True,
     **options: Any,
 ) -> ExportJob:
-    """The job of an export, to estimate what it costs.
-
-    Args:
-        src: as for `export`, and so are the others.
-        dst: the destination.
-        kind: the format.
-        states: the states.
-        cast: the dtype.
-        verify: whether to compare checksums.
-        options: those of the format.
-
-    Raises:
-        UcformatError: as for `export`.
-    """
+    """The job of an export, to estimate what it costs."""
     store = _place(dst, kind, options)
     source, infos, exporter = _prepared(src, kind, states, cast, options)
     return ExportJob(source, store, infos, exporter, verify=verify)
@@ -280,11 +257,7 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None, exporter: Exporter
 
 
 def _compare(source: Checkpoint, infos: Sequence[TensorInfo], like: Checkpoint) -> None:
-    """Compare names and shapes with those of another checkpoint.
-
-    Raises:
-        UsageError: they differ; the message lists the tensors.
-    """
+    """Compare names and shapes with those of another checkpoint."""
     found, wanted = _shapes(source, infos), _shapes(like, like.tensors.values())
     kinds = {
         "are not in it": [n for n in found if n not in wanted],

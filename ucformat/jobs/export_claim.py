@@ -17,8 +17,6 @@ from ucformat.errors import Conflict, NotFound
 if TYPE_CHECKING:
     from ucformat.storage.base import Store
 
-__all__ = ["CLAIM", "FOLDER", "Claim", "read_claim"]
-
 #: The folder of an unfinished export with its records; it is removed when the export is complete.
 FOLDER = "ucformat-export"
 
@@ -39,10 +37,6 @@ class Claim(BaseModel):
 
 def read_claim(store: Store, key: str) -> tuple[Claim, str] | None:
     """The claim on a destination and its content version; None if there is none.
-
-    Args:
-        store: the place.
-        key: the key of the claim.
 
     Raises:
         Conflict: the file is no claim.

@@ -43,17 +43,9 @@ if TYPE_CHECKING:
     from ucformat.jobs.sums import SumPart
     from ucformat.storage.base import Info, Store
 
-__all__ = ["ExportJob", "FilesJob", "plan_of"]
-
 
 def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter) -> dict[str, Any]:
-    """What identifies an export: the source's files as they are now, the tensors, and the options.
-
-    Args:
-        source: the checkpoint.
-        infos: the tensors.
-        exporter: the exporter.
-    """
+    """What identifies an export: the source's files as they are now, the tensors, and the options."""
     files = map_io(source.store.info, source.metadata.files)
     return {
         "export": source.store.url,
@@ -71,14 +63,7 @@ def _plain_options(exporter: Exporter) -> dict[str, Any]:
 
 
 class FilesJob(RecordedJob):
-    """Writes files that an exporter has planned, in the order in which they are given.
-
-    Args:
-        source: the checkpoint.
-        store: the destination.
-        files: the files.
-        verify: whether to compare what is read with the checksums in the source's files.
-    """
+    """Writes files that an exporter has planned, in the order in which they are given."""
 
     def __init__(self, source: Checkpoint, store: Store, files: Sequence[TargetFile], *, verify: bool = True) -> None:
         self.source, self.store, self.files = source, store, files
@@ -103,18 +88,13 @@ class FilesJob(RecordedJob):
         return TaskDoc.of(task, self.store.info(self.files[task].key), b"", crcs=crcs, bare=bare), sums
 
     def write_task(self, task: int) -> tuple[bool, bytes]:
-        """Write a file; returns whether elements have no checksum in the source, and what is recorded as `crcs`.
-
-        Args:
-            task: its number.
-        """
+        """Write a file; returns whether elements have no checksum in the source, and what is recorded as `crcs`."""
         return self.write(self.files[task]), b""
 
     def write(self, file: TargetFile, advance: Callable[[memoryview], None] | None = None) -> bool:
         """Write a file; it appears only if the destination is still this job's, a last one if the source is intact.
 
         Args:
-            file: the file.
             advance: called with each part of it that is written, in order.
 
         Returns:
@@ -190,11 +170,7 @@ class FilesJob(RecordedJob):
             self.input.verifier.take(doc.sums)
 
     def take_crcs(self, task: TaskDoc) -> None:
-        """Take what is recorded as `crcs` of a task.
-
-        Args:
-            task: its record.
-        """
+        """Take what is recorded as `crcs` of a task."""
 
     def check_source(self) -> None:
         """Complete the checksums of which parts were read, and compare the versions of the files that were read."""
@@ -208,15 +184,7 @@ class FilesJob(RecordedJob):
 
 
 class ExportJob(FilesJob):
-    """Writes the files of a target, the large ones first, without those that are `last`.
-
-    Args:
-        source: the checkpoint.
-        store: the destination.
-        infos: the tensors.
-        exporter: plans the files.
-        verify: whether to compare what is read with the checksums in the source's files.
-    """
+    """Writes the files of a target, the large ones first, without those that are `last`."""
 
     kind = "export"
 
@@ -331,7 +299,6 @@ class ExportJob(FilesJob):
             progress: called with the bytes done and the bytes in all.
 
         Raises:
-            ChecksumError: a file of the source is damaged.
             Conflict: a file of the source has changed, or another program writes at the destination.
         """
         done, total = self.total, self.total + self.last_nbytes

@@ -20,18 +20,12 @@ if TYPE_CHECKING:
     from ucformat.jobs.export_files import ExportJob
     from ucformat.storage.base import Store
 
-__all__ = ["begin_export", "end_export", "give_up_export"]
-
 
 def begin_export(job: ExportJob, *, overwrite: bool) -> None:
     """Begin or continue an export.
 
     No file of it is written before `cleared.json` is there: whoever puts it has seen that the place is as the claim
     says, and has removed what the export replaces.
-
-    Args:
-        job: the export.
-        overwrite: remove what is at the destination, if it is a foreign checkpoint or an unfinished export.
 
     Raises:
         Conflict: the destination holds other files, or another export.
@@ -104,11 +98,7 @@ def _there(job: ExportJob) -> list[str]:
 
 
 def _in_the_way(store: Store, job: ExportJob, *, overwrite: bool) -> list[str]:
-    """The keys of the files at the destination, all of which may be removed.
-
-    Raises:
-        Conflict: they may not.
-    """
+    """The keys of the files at the destination, all of which may be removed."""
     if job.exporter.one_file:
         return _file_in_the_way(job, overwrite=overwrite)
     there = [info.key for info in store.list()]
@@ -205,11 +195,7 @@ def _checkpoint_files(store: Store, job: ExportJob) -> set[str]:
 
 
 def give_up_export(job: ExportJob) -> None:
-    """Remove the records of an export that failed before it wrote any file, or whose place another one has taken.
-
-    Args:
-        job: the export.
-    """
+    """Remove the records of an export that failed before it wrote any file, or whose place another one has taken."""
     if job.own_claim() is None:
         job.store.delete_prefix(f"{FOLDER}/{job.attempt}")
         job.store.prune(FOLDER)
@@ -227,9 +213,6 @@ def _withdraw(job: ExportJob) -> None:
 
 def end_export(job: ExportJob) -> None:
     """Remove the records of an export, which is complete.
-
-    Args:
-        job: the export.
 
     Raises:
         Conflict: another export has taken the place.

@@ -25,16 +25,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = [
-    "FinishedDoc",
-    "RecordedJob",
-    "SumDoc",
-    "TaskDoc",
-    "discard_finished",
-    "put_finished",
-    "read_finished",
-]
-
 _log = logging.getLogger("ucformat")
 
 _Count = Annotated[int, Field(ge=0)]
@@ -69,12 +59,7 @@ class TaskDoc(_Document):
         """The record of a task.
 
         Args:
-            task: its number.
-            info: the file that it has written.
-            leaves: digests of its chunks.
             crcs: the CRC-32C of its blocks, each in four bytes.
-            bare: see above.
-            kept: see above.
         """
         return cls(
             task=task,
@@ -126,13 +111,7 @@ def _folder(attempt: str) -> str:
 
 
 def put_finished(store: Store, folder: str, record: str) -> None:
-    """Make the files that a store object has written durable, and put the record of their tasks.
-
-    Args:
-        store: the place.
-        folder: the folder of the records.
-        record: a `FinishedDoc` as JSON.
-    """
+    """Make the files that a store object has written durable, and put the record of their tasks."""
     store.flush()
     data = record.encode()
     name = bytes_digest(data).rpartition(":")[2][:32]
@@ -143,13 +122,7 @@ def put_finished(store: Store, folder: str, record: str) -> None:
 
 
 def read_finished(store: Store, folder: str, written: Iterable[str]) -> Iterator[FinishedDoc]:
-    """Read the records of a job, without tasks whose files are gone or have changed, and without damaged records.
-
-    Args:
-        store: the place.
-        folder: the folder of the records.
-        written: the folders of the files that the tasks write.
-    """
+    """Read the records of a job, without tasks whose files are gone or have changed, and without damaged records."""
 
     def read(info: Info) -> bytes:
         try:
@@ -170,12 +143,7 @@ def read_finished(store: Store, folder: str, written: Iterable[str]) -> Iterator
 
 
 def discard_finished(store: Store, attempt: str) -> None:
-    """Remove the records of an attempt; what cannot be removed stays until the attempt is.
-
-    Args:
-        store: the place.
-        attempt: the attempt's name.
-    """
+    """Remove the records of an attempt; what cannot be removed stays until the attempt is."""
     _remove(store, _folder(attempt))
 
 
@@ -187,13 +155,7 @@ def _remove(store: Store, folder: str) -> None:
 
 
 class RecordedJob(Job):
-    """A job that keeps records of its tasks in an attempt.
-
-    Attributes:
-        store: the place.
-        attempt: the attempt's name.
-        recorded: whether there are records.
-    """
+    """A job that keeps records of its tasks in an attempt."""
 
     store: Store
     attempt: str
@@ -223,12 +185,7 @@ class RecordedJob(Job):
 
     @abstractmethod
     def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:
-        """Take the results of tasks.
-
-        Args:
-            doc: the record.
-            resumed: whether it was kept before this job began.
-        """
+        """Take the results of tasks."""
 
     def keep(self, record: str) -> None:
         """See Job."""

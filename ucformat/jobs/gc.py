@@ -20,7 +20,7 @@ from ucformat.catalog.refs import Ref, places_of, resolve
 from ucformat.catalog.stamp import GRACE, make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
 from ucformat.format.attempts import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others
-from ucformat.format.commit import MANIFEST, abandon
+from ucformat.format.commit import abandon
 from ucformat.format.encoding import encoded
 from ucformat.format.structure import find_manifest
 from ucformat.jobs.documents import read_document
@@ -28,7 +28,7 @@ from ucformat.jobs.listing import check_listed, check_removed, is_empty
 from ucformat.jobs.removal import bury, orphaned_document, read_tombstone, remove, remove_orphaned_document
 from ucformat.jobs.run import naming_place
 from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
-from ucformat.schema.manifest import AttemptDoc
+from ucformat.schema.manifest import MANIFEST, AttemptDoc
 from ucformat.storage.base import exists
 from ucformat.storage.url import as_strings, open_store
 
@@ -138,12 +138,7 @@ def _places(catalog: Catalog, checkpoint: str) -> tuple[int, tuple[str, ...]]:
 
 
 def consult(catalog: Catalog, ids: Sequence[str]) -> dict[str, str]:
-    """Import what other catalogs recorded about checkpoints; returns the reason for each that cannot be read.
-
-    Args:
-        catalog: the catalog.
-        ids: the ids of the checkpoints.
-    """
+    """Import what other catalogs recorded about checkpoints; returns the reason for each that cannot be read."""
     unclear = {}
     for checkpoint in ids:
         for url in _places(catalog, checkpoint)[1]:
@@ -170,12 +165,7 @@ def _consult(catalog: Catalog, checkpoint: str, url: str) -> None:
 
 
 def purge(catalog: Catalog, checkpoint: str) -> bool:
-    """Remove a checkpoint from all its places; False if something protects it in at least one of them.
-
-    Args:
-        catalog: the catalog.
-        checkpoint: the checkpoint's id.
-    """
+    """Remove a checkpoint from all its places; False if something protects it in at least one of them."""
     stamp = make_stamp()
     serial, _ = _places(catalog, checkpoint)
     urls = catalog.database.write(lambda c: begin_purge(c, serial, stamp))

@@ -24,15 +24,11 @@ if TYPE_CHECKING:
     from ucformat.jobs.sums import SumPart
     from ucformat.reading.plan import Verify
 
-__all__ = ["Input", "InputBox"]
-
 
 class Input:
     """A checkpoint that a job reads.
 
     Args:
-        checkpoint: the checkpoint.
-        verify: whether to compare what is read with the checksums in its files.
         compared: the keys of files that are compared as a whole otherwise (default: none).
     """
 
@@ -62,8 +58,6 @@ class Input:
         """Read pieces of tensors into memory.
 
         Args:
-            wanted: boxes of tensors, and pieces of each with the numbers of their buffers.
-            buffers: the memory.
             threads: number of reading threads (None: as many as suit the store).
 
         Returns:
@@ -83,12 +77,7 @@ class Input:
         return not bare
 
     def within(self, info: TensorInfo, box: Box) -> InputBox:
-        """A box of a tensor, to be read piece by piece.
-
-        Args:
-            info: the tensor.
-            box: the box. Few extents intersect it, and every read iterates over them.
-        """
+        """A box of a tensor, to be read piece by piece."""
         return InputBox.of(self, info, box)
 
 
@@ -104,13 +93,7 @@ class InputBox:
 
     @classmethod
     def of(cls, input_: Input, info: TensorInfo, box: Box) -> Self:
-        """Find the extents of a box.
-
-        Args:
-            input_: the input.
-            info: the tensor.
-            box: the box.
-        """
+        """Find the extents of a box."""
         found = input_.checkpoint.source.extents(info.key, box)
         extents = [e for e in found if e.box.intersect(box)]
         verifier = input_.verifier
@@ -126,9 +109,6 @@ class InputBox:
     def expect(self, box: Box | None = None) -> bool:
         """Compare the checksums that cover a box.
 
-        Args:
-            box: the box (default: all of the part).
-
         Returns:
             Whether checksums cover all of its bytes, or none are compared at all.
         """
@@ -136,13 +116,5 @@ class InputBox:
         return verifier is None or verifier.expect(self.info, self.extents, box or self.box)
 
     def read(self, piece: Piece, raw: NDArray[np.uint8]) -> bool:
-        """Read a box into memory.
-
-        Args:
-            piece: the box, and its location in the memory.
-            raw: the memory.
-
-        Returns:
-            As `expect`.
-        """
+        """Read a box into memory."""
         return self.input.read([(self, [(0, piece)])], [raw], threads=1)

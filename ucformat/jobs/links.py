@@ -20,25 +20,12 @@ if TYPE_CHECKING:
     from ucformat.exporters.base import Link
     from ucformat.storage.base import Store
 
-__all__ = ["link_file"]
-
 _FICLONE = 0x40049409  # of linux/fs.h: share the blocks of a file, which are copied when one of the two is written
 _NO_REFLINKS = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS}
 
 
 def link_file(src: Store, link: Link, dst: Store, key: str) -> None:
-    """Make a file of a folder a link to one of another; it appears under its name as a whole.
-
-    Args:
-        src: the place of the checkpoint.
-        link: the file there, and the kind of link.
-        dst: the destination.
-        key: the name of the new file.
-
-    Raises:
-        UnsupportedError: a place is not on a local disk, or the file system has no such links, or they are on two.
-        UnsafeError: a hard link would share a file that can be written.
-    """
+    """Make a file of a folder a link to one of another; it appears under its name as a whole."""
     source, target = _path(src) / check_key(link.key), _path(dst) / check_key(key)
     with mapping_os_errors("create", str(target)):
         target.parent.mkdir(parents=True, exist_ok=True)

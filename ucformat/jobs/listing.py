@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from ucformat._version import __version__
 from ucformat.errors import NotFound, UcformatError
 from ucformat.format.attempts import outside_attempts
-from ucformat.format.commit import MANIFEST
 from ucformat.schema.documents import TOMBSTONE
+from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.storage.base import Info, Store
-
-__all__ = ["Tree", "check_listed", "check_removed", "is_empty", "is_gone", "listing_hashes", "search"]
 
 _FINE, _COARSE = 0.1, 2.0  # seconds in which two changes may get the same time: fine clocks, whole-second clocks
 
@@ -43,20 +41,12 @@ class Tree:
     listings: Mapping[str, str]
 
     def url(self, folder: str) -> str:
-        """The url of one of the folders.
-
-        Args:
-            folder: its key.
-        """
+        """The url of one of the folders."""
         return f"{self.store.url}/{folder}" if folder else self.store.url
 
 
 def search(infos: Iterable[Info]) -> list[str]:
-    """The folders that look like checkpoints, in order, an outer one before those inside of it.
-
-    Args:
-        infos: the files of a place.
-    """
+    """The folders that look like checkpoints, in order, an outer one before those inside of it."""
     from ucformat.sources import marked_folders  # slow to import, and few commands search
 
     infos = list(infos)
@@ -70,9 +60,6 @@ def listing_hashes(store: Store, folders: Sequence[str], infos: Iterable[Info], 
     """The hash of each folder that is not nested with others, and whose listing can be trusted.
 
     Args:
-        store: the store of the folders.
-        folders: their keys.
-        infos: all files below the root of the store.
         begun: the time when the listing began, in seconds since 1970.
     """
     below: dict[str, list[Info]] = {folder: [] for folder in _without_nested(folders)}
@@ -122,11 +109,7 @@ def _is_settled(info: Info, begun: float) -> bool:
 
 
 def is_empty(store: Store) -> bool:
-    """Whether a place lists nothing.
-
-    Args:
-        store: the place.
-    """
+    """Whether a place lists nothing."""
     try:
         return next(iter(store.list()), None) is None
     except NotFound:  # a bucket that was deleted
@@ -135,10 +118,6 @@ def is_empty(store: Store) -> bool:
 
 def check_listed(store: Store, catalog: Catalog) -> None:
     """Refuse to treat a place without files as empty if the catalog knows checkpoints there or it does not exist.
-
-    Args:
-        store: the place.
-        catalog: the catalog.
 
     Raises:
         NotFound: its disk may not be mounted.
@@ -157,7 +136,6 @@ def check_removed(store: Store, *, begun: bool) -> None:
     """Refuse to treat an empty place as removed, unless the folder above it exists.
 
     Args:
-        store: the place.
         begun: its removal began before, so that the folder above may be empty by now.
 
     Raises:

@@ -97,11 +97,7 @@ def materialize(
 
 
 def is_packed(ck: Checkpoint) -> bool:
-    """Whether some tensors of a universal checkpoint are not arrays.
-
-    Args:
-        ck: the checkpoint.
-    """
+    """Whether some tensors of a universal checkpoint are not arrays."""
     return ck.universal is not None and not ck.viewed and any(k.path is None for k in ck.manifest.tensors.kinds)
 
 

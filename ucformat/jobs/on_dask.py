@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ucformat.jobs.tasks import Job
 
-__all__ = ["run_on_dask"]
-
 _AHEAD = 2  # batches for each thread of the cluster that the scheduler knows of at once
 _CONNECT_S = 30.0
 
@@ -29,16 +27,7 @@ def run_on_dask(job: Job, address: str, advance: Callable[[int], None]) -> Itera
     """Run the tasks of a job that are not finished.
 
     Args:
-        job: the job.
-        address: of the scheduler, `tcp://…` or `tls://…`.
         advance: called with the bytes of each batch that is done.
-
-    Yields:
-        Records of what was done.
-
-    Raises:
-        UnsupportedError: the extra is not installed, here or on the workers.
-        UcformatError: the scheduler cannot be reached, has no workers, or several workers died with one batch.
     """
     try:
         from distributed import Client, as_completed

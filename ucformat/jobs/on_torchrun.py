@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ucformat.jobs.tasks import Job
 
-__all__ = ["is_first", "rank_and_size", "run_in_torchrun", "take_turns"]
-
 T = TypeVar("T")
 
 _DAY = timedelta(days=1)  # how long a rank may take: torchrun stops all if one fails
@@ -29,11 +27,7 @@ _calls = count()  # of this process: each has keys of its own
 
 
 def rank_and_size() -> tuple[int, int]:
-    """The rank of this process, and the number of ranks.
-
-    Raises:
-        UsageError: torchrun has not started this process.
-    """
+    """The rank of this process, and the number of ranks."""
     try:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
@@ -63,11 +57,7 @@ def _store() -> Any:
 
 
 def take_turns(begin: Callable[[], T]) -> T:
-    """Call a function on rank 0 first, and when it has returned, on the others.
-
-    Args:
-        begin: the function.
-    """
+    """Call a function on rank 0 first, and when it has returned, on the others."""
     first, store, key = is_first(), _store(), f"{next(_calls)}/begun"
     if not first:
         store.wait([key], _DAY)
@@ -81,8 +71,6 @@ def run_in_torchrun(job: Job, workers: int | None, advance: Callable[[int], None
     """Run the part of this rank; on rank 0, wait for the others.
 
     Args:
-        job: the job.
-        workers: tasks that each rank runs at once.
         advance: called with the bytes of tasks that are done, on rank 0 those of all ranks.
 
     Yields:

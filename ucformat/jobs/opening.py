@@ -14,7 +14,6 @@ from zlib import crc32
 from ucformat.catalog.refs import same_url
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import NotFound, UcformatError
-from ucformat.format.commit import MANIFEST
 from ucformat.jobs.batches import Opened, OpenedCheckpoint
 from ucformat.jobs.documents import find_document
 from ucformat.jobs.listing import Tree, listing_hashes, search
@@ -24,6 +23,7 @@ from ucformat.jobs.run import naming_place
 from ucformat.jobs.tasks import Job
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.garbage import gc_paused
+from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.base import exists
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
@@ -39,33 +39,13 @@ if TYPE_CHECKING:
 
     Watch = Callable[[Store], WatchedStore]
 
-__all__ = [
-    "OpenJob",
-    "by_outermost",
-    "left_inside",
-    "open_all",
-    "open_below",
-    "part_of",
-    "search_tree",
-    "tree_of",
-    "try_open",
-    "unchanged",
-]
-
 _AHEAD = 64  # the most checkpoints that are opened before the first of them is recorded
 _AHEAD_ELSEWHERE = 2048  # the same on a cluster
 _OPENED_BYTES = 64 << 10
 
 
 def search_tree(store: Store) -> Tree:
-    """Search a place for folders that look like checkpoints.
-
-    Args:
-        store: the place.
-
-    Raises:
-        NotFound: there are none.
-    """
+    """Search a place for folders that look like checkpoints."""
     begun = time.time()
     return tree_of(store, list(store.list()), begun)
 
@@ -74,12 +54,7 @@ def tree_of(store: Store, infos: Sequence[Info], begun: float) -> Tree:
     """The folders of a place that look like checkpoints, according to its listing.
 
     Args:
-        store: the place.
-        infos: all its files.
         begun: the time when the listing began, in seconds since 1970.
-
-    Raises:
-        NotFound: there are none.
     """
     folders = search(infos)
     if not folders:
@@ -90,12 +65,7 @@ def tree_of(store: Store, infos: Sequence[Info], begun: float) -> Tree:
 
 
 def part_of(tree: Tree, where: Where) -> Tree:
-    """The folders of one part: the outermost ones are dealt by a hash of their names.
-
-    Args:
-        tree: the folders.
-        where: the part.
-    """
+    """The folders of one part: the outermost ones are dealt by a hash of their names."""
     index, count = where.part
     if count == 1:
         return tree
@@ -105,11 +75,7 @@ def part_of(tree: Tree, where: Where) -> Tree:
 
 
 def by_outermost(folders: Iterable[str]) -> dict[str, list[str]]:
-    """The folders inside of each outermost one.
-
-    Args:
-        folders: the folders; an outer one comes before those inside of it.
-    """
+    """The folders inside of each outermost one."""
     inside: dict[str, list[str]] = {}
     for folder in folders:
         last = next(reversed(inside), None)
@@ -127,12 +93,6 @@ def open_below(
 
     Folders inside of one that turns out not to be a checkpoint are opened after it: any program may write a
     manifest.json. So are folders beside the files of a foreign one: `checkpoint-500/` next to the final model of a run.
-
-    Args:
-        store: the place.
-        folders: the folders, in the order of `search`.
-        options: facts that the files of foreign checkpoints lack.
-        where: where they are opened.
     """
     while folders:
         inside = by_outermost(folders)
@@ -144,13 +104,7 @@ def open_below(
 
 
 def left_inside(above: str, found: OpenedCheckpoint | UcformatError, inside: Iterable[str]) -> list[str]:
-    """The folders inside of one that was opened that are not part of its checkpoint.
-
-    Args:
-        above: the folder.
-        found: its checkpoint, or the reason why it cannot be opened.
-        inside: the folders inside of it.
-    """
+    """The folders inside of one that was opened that are not part of its checkpoint."""
     if isinstance(found, UcformatError):
         return list(inside)
     keys = found.keys
@@ -161,13 +115,7 @@ def left_inside(above: str, found: OpenedCheckpoint | UcformatError, inside: Ite
 
 
 def open_all(roots: Sequence[str], options: Mapping[str, Any] | None, where: Where = HERE) -> Iterator[Opened]:
-    """Open them in order, several at a time as soon as requests wait; with each the number of those that are left.
-
-    Args:
-        roots: their places.
-        options: facts that the files of foreign ones lack.
-        where: where they are opened.
-    """
+    """Open them in order, several at a time as soon as requests wait; with each the number of those that are left."""
     one = partial(try_open, options=options)
     together = _AHEAD_ELSEWHERE if where.kind == "dask" else _AHEAD
     for at in range(0, len(roots), together):
@@ -184,12 +132,7 @@ def open_all(roots: Sequence[str], options: Mapping[str, Any] | None, where: Whe
 
 
 class OpenJob(Job):
-    """Opens checkpoints on other machines.
-
-    Args:
-        roots: their places.
-        options: facts that the files of foreign ones lack.
-    """
+    """Opens checkpoints on other machines."""
 
     kind = "register"
 
@@ -241,13 +184,7 @@ class OpenJob(Job):
 def try_open(
     root: str, options: Mapping[str, Any] | None, watch: Watch = WatchedStore
 ) -> OpenedCheckpoint | UcformatError:
-    """Open a checkpoint to record it; the error if that fails.
-
-    Args:
-        root: its place.
-        options: facts that the files of a foreign one lack.
-        watch: returns the store through which the files of another are read.
-    """
+    """Open a checkpoint to record it; the error if that fails."""
     try:
         with naming_place(root):
             return _open(root, options, watch)
@@ -281,12 +218,7 @@ def _described(ck: Checkpoint, files: Sequence[Info]) -> Manifest:
 
 
 def unchanged(catalog: Catalog, tree: Tree) -> dict[str, str]:
-    """The places of a tree whose files are unchanged since their checkpoints were read, with the ids of these.
-
-    Args:
-        catalog: the catalog.
-        tree: the tree.
-    """
+    """The places of a tree whose files are unchanged since their checkpoints were read, with the ids of these."""
     known = catalog.listings(tree.store.url)
     found = {}
     for folder in tree.folders:

@@ -23,24 +23,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = [
-    "SMALL",
-    "Missing",
-    "delete",
-    "find",
-    "latency",
-    "list_order",
-    "list_there",
-    "parts",
-    "put_if_absent",
-    "ranges",
-    "read_after_write",
-    "replace",
-    "throughput",
-    "write",
-    "write_throughput",
-]
-
 SMALL = 1 << 10  # bytes
 _UNIT = 1004  # bytes: parts are multiples of it, as of a chunk's size
 _SIZE = part_size(_UNIT) + (1 << 20) + 17
@@ -66,24 +48,14 @@ def _must(holds: bool, message: str) -> None:  # noqa: FBT001
 
 
 def write(store: Store, root: str) -> str:
-    """Probe writing a small file.
-
-    Args:
-        store: the place.
-        root: the folder of the probes.
-    """
+    """Probe writing a small file."""
     put_file(store, f"{root}/small", _bytes(SMALL, 1))
     store.flush()
     return "files can be written"
 
 
 def read_after_write(store: Store, root: str) -> str:
-    """Probe that a file is seen at once, with its latest content.
-
-    Args:
-        store: the place.
-        root: the folder of the probes.
-    """
+    """Probe that a file is seen at once, with its latest content."""
     key = f"{root}/again"
     _must(not exists(store, key), "a file exists that was never written")
     for seed in (2, 3):
@@ -95,12 +67,7 @@ def read_after_write(store: Store, root: str) -> str:
 
 
 def list_order(store: Store, root: str) -> str:
-    """Probe that a list has all files that were written, in order, and no others.
-
-    Args:
-        store: the place.
-        root: the folder of the probes.
-    """
+    """Probe that a list has all files that were written, in order, and no others."""
     wanted = sorted(f"{root}/{name}" for name in _NAMES)
     for key in wanted:
         put_file(store, key, b"x")
@@ -110,12 +77,7 @@ def list_order(store: Store, root: str) -> str:
 
 
 def parts(store: Store, root: str) -> str:
-    """Probe a file that is uploaded in several parts, if the place supports parts; it must appear as a whole.
-
-    Args:
-        store: the place.
-        root: the folder of the probes.
-    """
+    """Probe a file that is uploaded in several parts, if the place supports parts; it must appear as a whole."""
     key, data = f"{root}/large", memoryview(_bytes(_SIZE, 4))
     with store.create(key, _UNIT) as out:
         for at in range(0, _SIZE, 1 << 20):
@@ -136,13 +98,7 @@ def parts(store: Store, root: str) -> str:
 
 
 def ranges(store: Store, key: str, whole: Callable[[], bytes]) -> str:
-    """Probe that ranges of a file have exactly their bytes, and that one past the end is an error.
-
-    Args:
-        store: the place.
-        key: the file's key.
-        whole: returns the content of the file, or its beginning.
-    """
+    """Probe that ranges of a file have exactly their bytes, and that one past the end is an error."""
     data = whole()
     size = store.info(key).size
     _must(len(data) <= size, "a file has more bytes than its reported size")
@@ -179,12 +135,7 @@ def _count_winners(work: Callable[[int], object]) -> int:
 
 
 def put_if_absent(store: Store, root: str) -> str:
-    """Probe that a file is created only once, whatever the number of writers.
-
-    Args:
-        store: the place.
-        root: the folder of the probes.
-    """
+    """Probe that a file is created only once, whatever the number of writers."""
     key = f"{root}/once"
     store.put_if_absent(key, b"first")
     try:
@@ -202,12 +153,7 @@ def put_if_absent(store: Store, root: str) -> str:
 
 
 def replace(store: Store, root: str) -> str:
-    """Probe that only a writer with the current version replaces a file.
-
-    Args:
-        store: the place.
-        root: the folder of the probes.
-    """
+    """Probe that only a writer with the current version replaces a file."""
     key = f"{root}/replaced"
     old = store.put_if_absent(key, b"old")
     version = store.replace(key, b"new", old)
@@ -224,12 +170,7 @@ def replace(store: Store, root: str) -> str:
 
 
 def delete(store: Store, root: str) -> str:
-    """Probe that deleted files are gone.
-
-    Args:
-        store: the place.
-        root: the folder of the probes.
-    """
+    """Probe that deleted files are gone."""
     key = f"{root}/small"
     put_file(store, f"{root}/folder/a", b"x")
     store.delete(key)
@@ -241,24 +182,14 @@ def delete(store: Store, root: str) -> str:
 
 
 def list_there(store: Store) -> str:
-    """Probe listing the files of the place.
-
-    Args:
-        store: the place.
-    """
+    """Probe listing the files of the place."""
     found = [info.key for info in islice(store.list(), _MAX_LISTED)]
     count = f"the first {_MAX_LISTED:,}" if len(found) == _MAX_LISTED else f"{len(found):,}"
     return f"{count} files are listed" if found else "the place is empty"
 
 
 def find(store: Store, usual: str, *, listed: bool) -> tuple[str, int]:
-    """Find a file for reading, and its size: the usual one, else the largest of the first that are listed.
-
-    Args:
-        store: the place.
-        usual: the key that a checkpoint has.
-        listed: whether the place can be listed.
-    """
+    """Find a file for reading, and its size: the usual one, else the largest of the first that are listed."""
     try:
         return usual, store.info(usual).size
     except NotFound:
@@ -270,13 +201,7 @@ def find(store: Store, usual: str, *, listed: bool) -> tuple[str, int]:
 
 
 def latency(store: Store, key: str, nbytes: int = SMALL) -> float:
-    """Milliseconds to read a small range: the median of five.
-
-    Args:
-        store: the place.
-        key: the file's key.
-        nbytes: bytes of the range (default 1 KiB).
-    """
+    """Milliseconds to read a small range: the median of five."""
     taken = []
     for _ in range(_LATENCY_READS):
         begun = time.perf_counter()
@@ -286,12 +211,7 @@ def latency(store: Store, key: str, nbytes: int = SMALL) -> float:
 
 
 def write_throughput(store: Store, root: str) -> float:
-    """Measure the megabytes (10⁶ bytes) a second of writing one file, until it is durable.
-
-    Args:
-        store: the place.
-        root: the folder of the probes.
-    """
+    """Measure the megabytes (10⁶ bytes) a second of writing one file, until it is durable."""
     data = _bytes(_READ, 3)
     begun = time.perf_counter()
     put_file(store, f"{root}/speed", data)
@@ -300,13 +220,7 @@ def write_throughput(store: Store, root: str) -> float:
 
 
 def throughput(store: Store, key: str, size: int) -> float:
-    """MB/s of reading a range of at most 8 MiB.
-
-    Args:
-        store: the place.
-        key: the file's key.
-        size: the file's size in bytes.
-    """
+    """MB/s of reading a range of at most 8 MiB."""
     nbytes = min(_READ, size)
     buffer = memoryview(bytearray(nbytes))
     begun = time.perf_counter()

@@ -15,8 +15,6 @@ from ucformat.durable import make_folder
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Profile", "keep_profile", "profile_of"]
-
 _MOST = 1000  # places that are kept
 
 
@@ -42,12 +40,7 @@ def _all() -> dict[str, Any]:
 
 
 def keep_profile(url: str, profile: Profile) -> None:
-    """Keep what was measured of a place; if that is impossible, do nothing.
-
-    Args:
-        url: the place.
-        profile: its speed.
-    """
+    """Keep what was measured of a place; if that is impossible, do nothing."""
     found = {k: v for k, v in _all().items() if k != url}
     kept = dict([*found.items(), (url, asdict(profile))][-_MOST:])
     with suppress(OSError):
@@ -58,14 +51,7 @@ def keep_profile(url: str, profile: Profile) -> None:
 
 
 def profile_of(url: str) -> Profile | None:
-    """What is known of a place, or of the nearest place that contains it.
-
-    Args:
-        url: the place.
-
-    Returns:
-        Its speed; None if it was never measured.
-    """
+    """What is known of a place, or of the nearest place that contains it."""
     found = _all()
     for place in sorted(found, key=len, reverse=True):
         if url == place or url.startswith(f"{place.rstrip('/')}/"):

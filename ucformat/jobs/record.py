@@ -25,17 +25,6 @@ if TYPE_CHECKING:
     from ucformat.jobs.run import Report
     from ucformat.schema.manifest import Manifest
 
-__all__ = [
-    "contradiction",
-    "lineage_from",
-    "lineage_to",
-    "record_commit",
-    "record_commits",
-    "record_verification",
-    "step_in_name",
-    "with_catalog",
-]
-
 _log = logging.getLogger("ucformat")
 
 
@@ -52,10 +41,6 @@ def record_commit(url: str, manifest: Manifest) -> None:
 
     Also the one of its run that the training resumed from, if that is not in the catalog: its writer was killed after
     the commit, before it could be recorded.
-
-    Args:
-        url: its place.
-        manifest: its manifest.
     """
 
     def record(catalog: Catalog) -> None:
@@ -93,12 +78,7 @@ def _record_origin(catalog: Catalog, url: str, checkpoint: str, run: str | None,
 
 
 def record_verification(ck: Checkpoint, report: Report) -> None:
-    """Record the result of a verification if the catalog knows the checkpoint.
-
-    Args:
-        ck: the checkpoint.
-        report: the result.
-    """
+    """Record the result of a verification if the catalog knows the checkpoint."""
 
     def note(catalog: Catalog) -> None:
         with suppress(NotFound):
@@ -116,12 +96,7 @@ def record_verification(ck: Checkpoint, report: Report) -> None:
 
 
 def contradiction(manifest: Manifest, url: str) -> str | None:
-    """Why a checkpoint is not the one that the catalog recorded at its place; None if it is.
-
-    Args:
-        manifest: the checkpoint's manifest.
-        url: its place.
-    """
+    """Why a checkpoint is not the one that the catalog recorded at its place; None if it is."""
     found: list[str | None] = [None]
     with_catalog(
         lambda catalog: found.append(catalog.contradiction(manifest, url)),
@@ -132,13 +107,7 @@ def contradiction(manifest: Manifest, url: str) -> str | None:
 
 
 def with_catalog(use: Callable[[Catalog], object], failed: str, remedy: str) -> None:
-    """Call a function with the catalog of the settings, unless that is switched off; all errors become warnings.
-
-    Args:
-        use: the function.
-        failed: what an error means, for the warning.
-        remedy: what to do about it.
-    """
+    """Call a function with the catalog of the settings, unless that is switched off; all errors become warnings."""
     try:
         from ucformat.settings import load_settings
 
@@ -167,8 +136,6 @@ def lineage_to(source: Checkpoint, kind: str, how: Mapping[str, Any] | None = No
     """The edge of lineage from a new checkpoint to its source.
 
     Args:
-        source: the source, perhaps through a view.
-        kind: the kind of edge, as in `LineageDoc.kind`.
         how: more of how it was made, as in `LineageDoc.how` (default: nothing).
     """
     commits = source.universal.manifest.known_commits if source.universal else None
@@ -185,7 +152,6 @@ def lineage_from(source: Checkpoint, keys: Iterable[Key]) -> tuple[LineageDoc, .
     defines (DeepSpeed's `parameter_to_average_patterns`), since it is part of reading it.
 
     Args:
-        source: the source, perhaps through a view.
         keys: the tensors that are converted; steps that only compute others are ignored.
     """
     kinds = set()

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ucformat.jobs.listing import Tree
     from ucformat.storage.base import Info, Store
 
-__all__ = ["estimate_register"]
-
 _OPENED, _KINDS = 4, 8  # folders that are opened of each kind, and kinds; rare ones are taken together
 _PAGE = 1000  # files that one request lists
 _NUMBER = re.compile(r"\d+")
@@ -85,13 +83,7 @@ def estimate_register(
     """Estimate what `register` of trees costs: opens a sample of their checkpoints, and writes nothing.
 
     Args:
-        places: the trees.
         catalog: the catalog, whose unchanged checkpoints are not opened (None: there is none yet).
-        rescan: whether these are opened, too.
-        options: facts that the files of foreign checkpoints lack, as in `ucformat.open`.
-
-    Returns:
-        The cost, with the files that are read.
 
     Raises:
         NotFound: one of the places is empty, or has no checkpoint.

@@ -27,28 +27,23 @@ from ucformat.errors import (
     UnsupportedError,
 )
 from ucformat.format.attempts import TRIES, contended, refuse_others
-from ucformat.format.commit import MANIFEST, abandon
+from ucformat.format.commit import abandon
 from ucformat.format.encoding import encoded
 from ucformat.format.structure import find_manifest, read_manifest
 from ucformat.jobs.dependents import dependents_at, forget_dependents
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.listing import check_removed
 from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE, TombstoneDoc, is_tombstone
+from ucformat.schema.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from ucformat.schema.documents import CatalogDoc
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = ["bury", "orphaned_document", "read_tombstone", "remove", "remove_orphaned_document"]
-
 
 def remove(store: Store, checkpoint: str) -> tuple[str, ...]:
     """Remove a checkpoint from a place, if it is still there, and then its folder if that is empty.
-
-    Args:
-        store: the place.
-        checkpoint: the checkpoint's id.
 
     Returns:
         The ids of the dependents that prevent the removal; empty if it was removed.
@@ -191,12 +186,7 @@ def _is_full(error: UcformatError) -> bool:
 
 
 def bury(store: Store, tombstone: TombstoneDoc) -> None:
-    """Remove the checkpoint that a tombstone names, the tombstone last.
-
-    Args:
-        store: the place.
-        tombstone: the tombstone.
-    """
+    """Remove the checkpoint that a tombstone names, the tombstone last."""
     with suppress(NotFound):
         if is_tombstone(store.read(MANIFEST)):
             store.delete(MANIFEST)
@@ -214,23 +204,12 @@ def bury(store: Store, tombstone: TombstoneDoc) -> None:
 
 
 def orphaned_document(store: Store) -> CatalogDoc | None:
-    """The catalog's document if the place has no other file: it was written just after its checkpoint was removed.
-
-    Args:
-        store: the place.
-
-    Raises:
-        IntegrityError: it is invalid.
-    """
+    """The catalog's document if the place has no other file: it was written just after its checkpoint was removed."""
     return read_document(store) if _keys(store) == {CATALOG_DOCUMENT} else None
 
 
 def remove_orphaned_document(store: Store) -> None:
-    """Remove an orphaned document, unless a writer begins a checkpoint at the place.
-
-    Args:
-        store: the place.
-    """
+    """Remove an orphaned document, unless a writer begins a checkpoint at the place."""
     doc = orphaned_document(store)
     if doc is None:
         return
@@ -250,11 +229,7 @@ def _keys(store: Store) -> set[str]:
 
 
 def read_tombstone(store: Store) -> TombstoneDoc | None:
-    """The tombstone of a place, if there is one.
-
-    Args:
-        store: the place.
-    """
+    """The tombstone of a place, if there is one."""
     try:
         return _parse(store.read(TOMBSTONE), store)
     except NotFound:

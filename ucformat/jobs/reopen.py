@@ -13,20 +13,11 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
 
-__all__ = ["options_of", "other_found", "plain_options", "reopen", "spec_of"]
-
 _LAYOUT = "$layout"  # of an option that is a layout: its document
 
 
 def spec_of(ck: Checkpoint) -> dict[str, Any]:
-    """What another process needs to open a checkpoint in the same way, as JSON values.
-
-    Args:
-        ck: a universal checkpoint, or one that `open_reference` has opened, perhaps through a view.
-
-    Raises:
-        UsageError: it cannot be opened elsewhere.
-    """
+    """What another process needs to open a checkpoint in the same way, as JSON values."""
     if ck.opened is None and ck.foreign is not None:
         raise UsageError(
             f"{ck.url} was opened in a way that other processes cannot repeat", hint="give its path, url or reference"
@@ -38,11 +29,7 @@ def spec_of(ck: Checkpoint) -> dict[str, Any]:
 
 
 def reopen(spec: Mapping[str, Any]) -> Checkpoint:
-    """Open a checkpoint as another process has opened it.
-
-    Args:
-        spec: from `spec_of`.
-    """
+    """Open a checkpoint as another process has opened it."""
     found = open_reference(spec["place"], options=options_of(spec["options"]) or None)
     for steps in spec["views"]:
         found = found.view(steps)
@@ -50,11 +37,7 @@ def reopen(spec: Mapping[str, Any]) -> Checkpoint:
 
 
 def other_found(found: Checkpoint) -> Conflict:
-    """The error for a checkpoint that is not as it was where the job was started.
-
-    Args:
-        found: what `reopen` has opened.
-    """
+    """The error for a checkpoint that is not as it was where the job was started."""
     return Conflict(
         f"a worker finds another checkpoint, or other files, at {found.url} than where the job was started",
         hint="it must be the same place on all machines, and must not change meanwhile",
@@ -62,11 +45,7 @@ def other_found(found: Checkpoint) -> Conflict:
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a source as JSON values.
-
-    Args:
-        options: as for `open_reference`.
-    """
+    """The options of a source as JSON values."""
     if not options:
         return {}
     from ucformat.geometry.layout import Layout  # few checkpoints have options
@@ -75,11 +54,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a source.
-
-    Args:
-        plain: from `plain_options`.
-    """
+    """The options of a source."""
     if not plain:
         return {}
     from ucformat.geometry.layout import Layout

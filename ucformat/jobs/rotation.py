@@ -17,8 +17,6 @@ from ucformat.storage.url import open_store
 if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
 
-__all__ = ["discard"]
-
 _log = logging.getLogger("ucformat")
 
 

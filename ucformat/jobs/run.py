@@ -32,11 +32,7 @@ def default_workers() -> int:
 
 
 def workers_for(*stores: Store) -> int:
-    """The number of concurrent tasks for stores: one for each core, and at least eight for object stores.
-
-    Args:
-        stores: the stores that the tasks read or write.
-    """
+    """The number of concurrent tasks for stores: one for each core, and at least eight for object stores."""
     return max(default_workers(), _MIN_REMOTE_WORKERS if any(s.costs.parallel for s in stores) else 0)
 
 
@@ -46,8 +42,6 @@ def run(function: Callable[[T], R], tasks: Iterable[T], workers: int | None = No
     After the first error, or when the caller stops iterating, no further task is started; running ones are completed.
 
     Args:
-        function: called with each task.
-        tasks: the tasks.
         workers: concurrent tasks (default: one for each core, at most 16).
     """
     count = workers or default_workers()
@@ -100,11 +94,7 @@ class Report:
 
 @contextmanager
 def naming_place(place: str) -> Iterator[None]:
-    """Turn unexpected exceptions into errors that name a place.
-
-    Args:
-        place: the url whose files are read.
-    """
+    """Turn unexpected exceptions into errors that name a place."""
     try:
         yield
     except UcformatError:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from ucformat.schema.tensors import TensorDoc
     from ucformat.storage.base import Bytes, Store
 
-__all__ = ["How", "ShardJob", "plan_document", "planned_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class How:
@@ -63,13 +61,7 @@ class How:
 
 
 def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> dict[str, Any]:
-    """The plan of a conversion, which identifies it: the source's files as they are now, the tensors and the grids.
-
-    Args:
-        source: the checkpoint that is converted.
-        infos: the tensors that are written.
-        how: the options.
-    """
+    """The plan of a conversion, which identifies it: the source's files as they are now, the tensors and the grids."""
     files = map_io(source.store.info, source.metadata.files)
     return {
         "convert": source.store.url,
@@ -83,9 +75,6 @@ def plan_document(source: Checkpoint, infos: Sequence[TensorInfo], how: How) -> 
 
 def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], How]:
     """The source, the tensors and the options of a conversion, in another process.
-
-    Args:
-        spec: of one of its jobs.
 
     Raises:
         Conflict: this process sees other files.
@@ -105,11 +94,6 @@ class ShardJob(RecordedJob):
     Intact shards of an interrupted run of the same attempt are kept, without reading them if they are recorded.
 
     Args:
-        source: the checkpoint that is converted.
-        store: the place of the new checkpoint.
-        attempt: the attempt's name.
-        infos: the tensors.
-        how: the options.
         compared: the keys of source files that are compared as a whole otherwise (default: none).
     """
 
@@ -146,11 +130,7 @@ class ShardJob(RecordedJob):
         super().__exit__(kind)
 
     def shard(self, task: int) -> tuple[Array, tuple[int, ...]]:
-        """The array and the coordinates of a task's shard.
-
-        Args:
-            task: its number.
-        """
+        """The array and the coordinates of a task's shard."""
         n = bisect_right(self._ends, task)
         array = self._large[n]
         return array, array.grid.shard_at(task - (self._ends[n - 1] if n else 0))
@@ -194,34 +174,15 @@ class ShardJob(RecordedJob):
         return TaskDoc.of(task, self.store.info(key), leaves, bare=bare), sums
 
     def boxes(self, array: Array, box: Box) -> Sequence[InputBox]:
-        """What is read for a box of an array.
-
-        Args:
-            array: the array.
-            box: the box.
-        """
+        """What is read for a box of an array."""
         return [self.inputs[0].within(array.info, box)]
 
     def times_read(self, array: Array) -> int:  # noqa: ARG002
-        """How often `boxes` are read.
-
-        Args:
-            array: the array.
-        """
+        """How often `boxes` are read."""
         return 1
 
     def fill(self, array: Array, boxes: Sequence[InputBox], piece: Piece, raw: NDArray[np.uint8]) -> bool:  # noqa: ARG002
-        """Fill memory with the elements of a piece of an array.
-
-        Args:
-            array: the array.
-            boxes: what is read for the shard.
-            piece: the box, and its location in the memory.
-            raw: the memory.
-
-        Returns:
-            Whether checksums cover all bytes that were read.
-        """
+        """Fill memory with the elements of a piece of an array."""
         (only,) = boxes
         return only.read(piece, raw)
 
@@ -288,9 +249,6 @@ class ShardJob(RecordedJob):
 
         Returns:
             The arrays for the manifest, and which of them were verified.
-
-        Raises:
-            ChecksumError: a file of the source is damaged.
         """
         verifiers = [one.verifier for one in self.inputs if one.verifier is not None]
         for verifier in verifiers:

@@ -12,8 +12,6 @@ from ucformat.storage.strided import checksum, crc32
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["StreamSum", "SumPart", "sums_of"]
-
 
 class StreamSum:
     """The progress of one checksum: which of its bytes have been read, and their combined CRC."""
@@ -34,12 +32,7 @@ class StreamSum:
         return self.waits < self.stop - self.start
 
     def claim(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Mark bytes as read; returns the ranges of them that had not been read before.
-
-        Args:
-            start: the first byte.
-            stop: the byte after the last one.
-        """
+        """Mark bytes as read; returns the ranges of them that had not been read before."""
         first = max(0, bisect_right(self.left, (start, start)) - 1)
         last, mine, rest = first, [], []
         for a, b in self.left[first:]:
@@ -60,9 +53,6 @@ class StreamSum:
 
         Args:
             ranges: the first byte of each, and the byte after its last one.
-
-        Returns:
-            Whether they were marked.
         """
         rest: list[tuple[int, int]] = []
         todo = iter(self.left)
@@ -90,11 +80,7 @@ class SumPart(NamedTuple):
 
 
 def sums_of(tasks: Iterable[Sequence[SumPart]]) -> tuple[SumDoc, ...]:
-    """What tasks have read of checksums, for a record; checksums of which they have read all are left out.
-
-    Args:
-        tasks: what each of them has read.
-    """
+    """What tasks have read of checksums, for a record; checksums of which they have read all are left out."""
     ranges: dict[StreamSum, list[tuple[int, int]]] = {}
     values: dict[StreamSum, int] = {}
     for part in (p for parts in tasks for p in parts):

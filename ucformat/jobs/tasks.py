@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
     from concurrent.futures import Future
 
-__all__ = ["Job", "batches", "deal", "part_of", "run_batch", "run_here"]
-
 _RECORD_BYTES, _RECORD_S = 64 << 20, 1.0  # of finished tasks, after which they are recorded
 _BATCH_BYTES, _BATCH_TASKS = 256 << 20, 1000  # at most, unless one task has more
 _LEAST_BYTES = 4 << 20
@@ -39,7 +37,6 @@ class Job(ABC):
 
     Attributes:
         kind: its name, which a dashboard shows.
-        count: the number of tasks.
         finished: the numbers of tasks whose results are known; `take` adds to them.
         parts: into how many parts other processes have cut it (0: into none that is known).
     """
@@ -51,51 +48,27 @@ class Job(ABC):
 
     @abstractmethod
     def nbytes(self, task: int) -> int:
-        """The bytes that a task reads or writes.
-
-        Args:
-            task: its number.
-        """
+        """The bytes that a task reads or writes."""
 
     def group(self, task: int) -> Hashable:
-        """What tasks that one part must run have in common; by default each may be run by another part.
-
-        Args:
-            task: its number.
-        """
+        """What tasks that one part must run have in common; by default each may be run by another part."""
         return task
 
     @abstractmethod
     def run(self, task: int) -> Any:
-        """Run a task; returns what `record` takes.
-
-        Args:
-            task: its number.
-        """
+        """Run a task; returns what `record` takes."""
 
     @abstractmethod
     def record(self, results: Mapping[int, Any]) -> str:
-        """Return a record of the results of tasks, as JSON.
-
-        Args:
-            results: by the number of the task.
-        """
+        """Return a record of the results of tasks, as JSON."""
 
     @abstractmethod
     def keep(self, record: str) -> None:
-        """Make the work of tasks durable, and keep their record for this job when it runs again, if it can.
-
-        Args:
-            record: of these tasks.
-        """
+        """Make the work of tasks durable, and keep their record for this job when it runs again, if it can."""
 
     @abstractmethod
     def take(self, record: str) -> None:
-        """Take the results in a record.
-
-        Args:
-            record: from `record` of an equal job, perhaps in another process.
-        """
+        """Take the results in a record."""
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
@@ -105,9 +78,6 @@ class Job(ABC):
     @abstractmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
         """Make a job in another process.
-
-        Args:
-            spec: from `spec`.
 
         Raises:
             Conflict: that process sees other files.
@@ -135,9 +105,6 @@ def run_here(
     """Run tasks in threads of this process.
 
     Args:
-        job: the job.
-        tasks: their numbers.
-        workers: how many at once.
         advance: called with the bytes of each task that is done.
         keep_last: also keep the last record, of less than a second and 64 MiB, for other processes.
 
@@ -177,12 +144,7 @@ def _kept(job: Job, results: Mapping[int, Any]) -> str:
 
 
 def deal(job: Job, count: int) -> list[int]:
-    """The part of each task; all parts have about as many bytes.
-
-    Args:
-        job: the job.
-        count: of parts.
-    """
+    """The part of each task; all parts have about as many bytes."""
     loads = [(0, n) for n in range(count)]
     of: dict[Hashable, int] = {}
     sizes: dict[Hashable, int] = {}
@@ -197,23 +159,12 @@ def deal(job: Job, count: int) -> list[int]:
 
 
 def part_of(job: Job, index: int, count: int) -> list[int]:
-    """The tasks of one part.
-
-    Args:
-        job: the job.
-        index: the part's, from 0.
-        count: of parts.
-    """
+    """The tasks of one part."""
     return [task for task, part in enumerate(deal(job, count)) if part == index]
 
 
 def batches(job: Job, slots: int) -> Iterator[list[int]]:
-    """Cut the tasks that are not finished into batches, by bytes; what one part must run is one batch.
-
-    Args:
-        job: the job.
-        slots: how many batches run at once.
-    """
+    """Cut the tasks that are not finished into batches, by bytes; what one part must run is one batch."""
     most = min(_BATCH_BYTES, max(_LEAST_BYTES, job.total // (4 * slots)))
     batch: list[int] = []
     nbytes = 0
@@ -232,12 +183,7 @@ _making = threading.Lock()
 
 
 def run_batch(spec: str, tasks: list[int]) -> str:
-    """Run tasks in a process that knows nothing of the job; returns their record.
-
-    Args:
-        spec: of the job, as JSON: `{"job": "module:Class", …}`.
-        tasks: their numbers.
-    """
+    """Run tasks in a process that knows nothing of the job; returns their record."""
     with _making:
         job = _job_of(spec)
     return _kept(job, {task: job.run(task) for task in tasks})

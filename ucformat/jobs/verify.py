@@ -29,7 +29,6 @@ from ucformat.format.audit import (
     unequal_replicas,
     wrong_digests,
 )
-from ucformat.format.commit import MANIFEST
 from ucformat.format.described import ALIGNMENT
 from ucformat.format.extents import consistency_problems as structural
 from ucformat.format.extents import coverage_problem
@@ -44,6 +43,7 @@ from ucformat.jobs.tasks import Job
 from ucformat.jobs.where import Where, run_job
 from ucformat.references import open_reference
 from ucformat.schema import ITEMSIZE
+from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.cache.scope import uncached
 from ucformat.storage.strided import crc32
 
@@ -132,11 +132,7 @@ def verify(
 
 
 class VerifyJob(Job):
-    """Checks the files of a checkpoint, and then compares replicas.
-
-    Args:
-        ck: the checkpoint.
-    """
+    """Checks the files of a checkpoint, and then compares replicas."""
 
     kind = "verify"
 

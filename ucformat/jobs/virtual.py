@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from ucformat.errors import UnsupportedError
 from ucformat.format.digest import file_digest
 from ucformat.format.extents import put_sidecar
-from ucformat.format.mounted import MOUNT, MountedStore, mounted_key
+from ucformat.format.mounted import MountedStore, mounted_key
 from ucformat.format.sidecar import encode
+from ucformat.format.structure import MOUNT
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import single_extents
 from ucformat.jobs.dependents import find_homes, need
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import SidecarDoc
     from ucformat.storage.base import Store
 
-__all__ = ["VirtualExtents", "put_virtual"]
-
 _THREADS = 8
 
 
@@ -41,19 +40,13 @@ class VirtualExtents:
     """The extents of tensors in the files of another checkpoint, and the keys of these files in a virtual one.
 
     Attributes:
-        infos: the tensors.
-        extents: the extents of each tensor.
         roots: the urls of the places that hold the files.
         files: a key of the source -> the file's key in the virtual checkpoint.
         origin: the store and the key of each file.
     """
 
     def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo]) -> None:
-        """Find the extents.
-
-        Raises:
-            UnsupportedError: a tensor has no bytes of its own in a file: it is compressed, or computed.
-        """
+        """Find the extents."""
         self._store = source.source.store
         self.infos = infos
         self.roots: list[str] = []
@@ -108,17 +101,10 @@ def put_virtual(
     First it records beside the files that they are needed, unless that is impossible and `unprotected` is true.
 
     Args:
-        source: the checkpoint that has the files.
-        store: the place of the virtual checkpoint.
-        attempt: the attempt.
-        placed: the extents.
-        checksums: whether to read the files and record their digests.
-        unprotected: whether to continue if nothing can be written beside the files.
         progress: called with the bytes done and the bytes in all.
 
     Raises:
         Conflict: the checkpoint of the files is being removed or replaced.
-        PermissionDenied: the need cannot be recorded there.
     """
     for root in placed.roots:
         allow_root(root)

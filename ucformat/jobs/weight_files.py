@@ -36,18 +36,11 @@ if TYPE_CHECKING:
 
     Crcs = NDArray[np.uint32]
 
-__all__ = ["FixedBlock", "PlacedFiles", "PlacedTensor", "WeightFiles", "put_assets", "small_files", "weights_folder"]
-
 _SMALL_FILE_BYTES = 64 << 20  # of a file of small tensors, at most
 
 
 def weights_folder(attempt: str, states: Iterable[str]) -> str:
-    """The folder of the files: `data/<attempt>/weights`, unless that is the folder of a state.
-
-    Args:
-        attempt: the attempt's name.
-        states: the states that are stored as arrays.
-    """
+    """The folder of the files: `data/<attempt>/weights`, unless that is the folder of a state."""
     taken = {folder.lower() for folder in folder_names(set(states)).values()}
     return f"data/{attempt}/weights{'~' if 'weights' in taken else ''}"  # a tilde is otherwise followed by a hash
 
@@ -56,14 +49,8 @@ def put_assets(store: Store, attempt: str, folder: str | None, assets: Mapping[s
     """Write the assets of a checkpoint.
 
     Args:
-        store: the place.
-        attempt: the attempt's name.
         folder: of the safetensors files, which get those beside them that Hugging Face's tools read (None: there are
             no such files).
-        assets: the assets.
-
-    Returns:
-        Their entries in the manifest.
     """
     found = () if folder is None else find_assets(Info(name, 0, "") for name in assets)
     beside = {name for name in found if "/".join(map(quoted, name.split("/"))) == name}
@@ -86,8 +73,6 @@ class PlacedTensor:
     """A tensor in a file, row-major, cut into blocks of consecutive rows.
 
     Attributes:
-        info: the tensor.
-        file: the number of the file.
         offset: the byte of the file at which it begins.
         edges: the shape of a block, in elements.
         first: the number of its first block.
@@ -115,19 +100,11 @@ class PlacedTensor:
         return row_major(self.info.shape, self.info.itemsize)
 
     def at(self, start: Sequence[int]) -> int:
-        """The byte of the file at which an element begins.
-
-        Args:
-            start: the index of the element.
-        """
+        """The byte of the file at which an element begins."""
         return self.offset + sum(i * s for i, s in zip(start, self.strides, strict=True))
 
     def blocks(self, within: Box) -> Iterator[tuple[int, Box]]:
-        """The blocks that intersect a box of the tensor, each with its number.
-
-        Args:
-            within: the box.
-        """
+        """The blocks that intersect a box of the tensor, each with its number."""
         if not within.size:
             return
         grid, shape, edges = self.grid, self.info.shape, self.edges
@@ -140,11 +117,7 @@ class PlacedTensor:
             yield self.first + sum(i * s for i, s in zip(at, row_major(grid), strict=True)), box
 
     def blocks_around(self, box: Box) -> range:
-        """The numbers from the first to the last block that intersects a box, and those between them.
-
-        Args:
-            box: the box, with elements.
-        """
+        """The numbers from the first to the last block that intersects a box, and those between them."""
 
         def number(index: Sequence[int]) -> int:
             return sum(i // e * s for i, e, s in zip(index, self.edges, row_major(self.grid), strict=True))
@@ -152,11 +125,7 @@ class PlacedTensor:
         return range(self.first + number(box.start), self.first + number([n - 1 for n in box.stop]) + 1)
 
     def boxes(self, blocks: range) -> Iterator[Box]:
-        """Boxes that together are the blocks of this tensor in a range, in the order of the file.
-
-        Args:
-            blocks: consecutive numbers, perhaps of other blocks, too.
-        """
+        """Boxes that together are the blocks of this tensor in a range, in the order of the file."""
         shape, edges, grid, count = self.info.shape, self.edges, self.grid, self.count
         first, stop = (min(max(n - self.first, 0), count) for n in (blocks.start, blocks.stop))
         if first >= stop:
@@ -179,12 +148,7 @@ class PlacedTensor:
 
 
 def small_files(infos: Iterable[TensorInfo], attempt: str) -> list[TargetFile]:
-    """Plan the files of small tensors, by falling size of their elements, so that these are aligned.
-
-    Args:
-        infos: the tensors.
-        attempt: the attempt's name.
-    """
+    """Plan the files of small tensors, by falling size of their elements, so that these are aligned."""
     files: list[list[TensorInfo]] = []
     nbytes = 0
     for info in sorted(infos, key=lambda i: -i.itemsize):
@@ -204,14 +168,6 @@ class PlacedFiles:
 
     Attributes:
         folder: the key of the folder of safetensors files; None if there are none.
-        files: what is in them.
-        fixed: the headers and the index.
-        tensors: the tensors.
-        count: the number of blocks.
-
-    Args:
-        files: see above.
-        folder: see above.
     """
 
     def __init__(self, files: Iterable[TargetFile], folder: str | None = None) -> None:
@@ -238,19 +194,11 @@ class PlacedFiles:
                     offset += len(part)
 
     def numbers(self, file: int) -> range:
-        """The numbers of the blocks of a file, in their order.
-
-        Args:
-            file: its number.
-        """
+        """The numbers of the blocks of a file, in their order."""
         return range(self._first[file], [*self._first, self.count][file + 1])
 
     def block_sizes(self, file: int) -> NDArray[np.int64]:
-        """The bytes of each block of a file, in their order.
-
-        Args:
-            file: its number.
-        """
+        """The bytes of each block of a file, in their order."""
         sizes = np.zeros(len(self.numbers(file)), np.int64)
         begin = self._first[file]
         for block in self.fixed:
@@ -262,11 +210,7 @@ class PlacedFiles:
         return sizes
 
     def fixed_crcs(self, crcs: Crcs) -> None:
-        """Fill in the checksums of headers and of the index.
-
-        Args:
-            crcs: of all blocks.
-        """
+        """Fill in the checksums of headers and of the index."""
         for block in self.fixed:
             crcs[block.number] = checksum(memoryview(block.data))
 
@@ -275,10 +219,6 @@ class PlacedFiles:
 
         A block of bytes that belong to no tensor, a header or the index, is that of an extent without elements. If all
         tensors have no dims, there is none, and the header is in the block of the first tensor.
-
-        Args:
-            number: the number of each tensor in the manifest.
-            crcs: the CRC-32C of all blocks.
         """
         found: list[tuple[NDArray[np.int64], ...]] = []
         by_dim: list[tuple[NDArray[np.int64], ...]] = []
@@ -318,14 +258,7 @@ class WeightFiles(PlacedFiles):
     """The safetensors files of weights, and further files.
 
     Args:
-        infos: the weights, one of each name.
-        tied: the stored name of each further name.
-        folder: the key of the folder of the safetensors files.
         part_of: what the checkpoint is only a part of (default: it is whole).
-        others: the further files.
-
-    Raises:
-        UnsupportedError: safetensors has no such dtype or name, or a header would be too large.
     """
 
     def __init__(

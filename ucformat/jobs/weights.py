@@ -29,26 +29,13 @@ if TYPE_CHECKING:
     from ucformat.jobs.finished import TaskDoc
     from ucformat.storage.base import Store
 
-__all__ = ["WeightsJob", "plan_files"]
-
 _CRC_BYTES = 4
 
 
 def plan_files(
     source: Checkpoint, infos: Sequence[TensorInfo], attempt: str, weights: str | None
 ) -> PlacedFiles | None:
-    """Plan the files of a conversion that are no arrays; None if there are none.
-
-    Args:
-        source: the checkpoint that is converted.
-        infos: the tensors that are converted.
-        attempt: the attempt's name.
-        weights: `safetensors` for weights in safetensors files.
-
-    Raises:
-        UsageError: there are no weights.
-        UnsupportedError: safetensors cannot express a tensor; the message names it.
-    """
+    """Plan the files of a conversion that are no arrays; None if there are none."""
     if weights is None:
         packed = packed_keys(infos)
         return PlacedFiles(small_files([i for i in infos if i.key in packed], attempt)) if packed else None
@@ -67,17 +54,7 @@ def plan_files(
 
 
 class WeightsJob(FilesJob):
-    """Writes the files of a universal checkpoint that are no arrays, the large ones first.
-
-    Args:
-        source: the checkpoint that is converted.
-        store: the place of the new checkpoint.
-        attempt: the attempt's name.
-        infos: all tensors that are converted.
-        files: the plan of the files.
-        how: the options.
-        weights: as for `plan_files`.
-    """
+    """Writes the files of a universal checkpoint that are no arrays, the large ones first."""
 
     kind = "convert"
 
@@ -140,11 +117,7 @@ class WeightsJob(FilesJob):
     def finish(self) -> VerifiedDoc:
         """Complete the checksums of the source; call it when all tasks are finished.
 
-        Returns:
-            Which tensors in the files were verified.
-
         Raises:
-            ChecksumError: a file of the source is damaged.
             Conflict: a file of the source has changed.
         """
         self.check_source()

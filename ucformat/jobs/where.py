@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from ucformat.jobs.tasks import Job
 
-__all__ = ["HERE", "Where", "run_job"]
-
 T = TypeVar("T")
 
 _PART = re.compile(r"part:(\d{1,7})/(\d{1,7})")
@@ -34,14 +32,7 @@ _PART = re.compile(r"part:(\d{1,7})/(\d{1,7})")
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where tasks run, as `on` says.
-
-    Attributes:
-        kind: the first word of it.
-        address: of a Dask scheduler.
-        index: the part's, from 0.
-        count: of parts.
-    """
+    """Where tasks run, as `on` says."""
 
     kind: Literal["threads", "dask", "torchrun", "part", "commit"] = "threads"
     address: str = ""
@@ -50,14 +41,7 @@ class Where:
 
     @classmethod
     def parse(cls, on: str) -> Where:
-        """Parse the value of `on`.
-
-        Args:
-            on: the text.
-
-        Raises:
-            UsageError: it is none of those above, or there is no such part.
-        """
+        """Parse the value of `on`."""
         if (alone := _ALONE.get(on)) is not None:
             return alone
         scheme, found, place = on.partition("://")
@@ -84,11 +68,7 @@ class Where:
         return rank_and_size() if self.kind == "torchrun" else (self.index, self.count)
 
     def begin(self, begin: Callable[[], T]) -> T:
-        """Call a function that begins an attempt: in the processes of torchrun, on rank 0 first.
-
-        Args:
-            begin: the function.
-        """
+        """Call a function that begins an attempt: in the processes of torchrun, on rank 0 first."""
         return take_turns(begin) if self.kind == "torchrun" else begin()
 
 
@@ -104,16 +84,11 @@ def run_job(
     """Run the tasks of a job that are not finished.
 
     Args:
-        job: the job, which gets the results.
-        where: where its tasks run.
         workers: tasks that a process runs at once (default: one for each core, at most 16).
         progress: called with the bytes done and the bytes in all.
 
     Returns:
         Whether this process has the results of all tasks, and is to finish the job.
-
-    Raises:
-        MissingData: parts have not done their tasks; the message names the parts.
     """
     total = job.total
     done = sum(map(job.nbytes, job.finished))

@@ -22,16 +22,7 @@ HEAD = KNOWN[-1]
 
 
 def configuration(connection: Connection, metadata: MetaData, version_table: str) -> Config:
-    """The configuration for `alembic.command`.
-
-    Args:
-        connection: the transaction in which revisions run.
-        metadata: the tables of the models.
-        version_table: the name of the table that holds the revision.
-
-    Returns:
-        The configuration.
-    """
+    """The configuration for `alembic.command`."""
     from alembic.config import Config
 
     found = Config()

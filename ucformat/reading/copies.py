@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent, Piece
     from ucformat.storage.base import Costs
 
-__all__ = ["Copy", "copies", "merges", "placed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -50,11 +48,7 @@ class Copy:
         return math.prod(self.shape)
 
     def within(self, outer: Copy) -> Copy:
-        """This copy repeated for each index of `outer`, as one copy with dims in descending order of file stride.
-
-        Args:
-            outer: the grid of repetitions; its offsets are added to those of this copy.
-        """
+        """This copy repeated for each index of `outer`, as one copy with dims in descending order of file stride."""
         if outer is _ONCE and all(a >= b for a, b in pairwise(self.src_strides)):
             return self
         dims = sorted(
@@ -77,12 +71,6 @@ def copies(
     extent: Extent | Tiles, piece: Piece, common: Box, itemsize: int
 ) -> Iterator[tuple[Copy, Copy, Block | None, bool]]:
     """Compute what to copy from `extent` to `piece`, both of one tensor.
-
-    Args:
-        extent: where a box of the tensor is stored.
-        piece: where to copy a box of it.
-        common: the elements that both have.
-        itemsize: bytes of one element.
 
     Yields:
         a copy whose `src` counts from the beginning of the file, the grid of chunks over which it is repeated, the
@@ -198,23 +186,11 @@ def _folded(
 
 
 def placed(c: Copy, src: int, dst: int) -> Copy:
-    """The same copy from and to other places.
-
-    Args:
-        c: the copy.
-        src: the new `src`.
-        dst: the new `dst`.
-    """
+    """The same copy from and to other places."""
     where = (c.shape, src, c.src_strides, dst, c.dst_strides)
     return Copy(*where, c.buffer, c.block, c.count, c.src_step, c.dst_step, c.file_step)
 
 
 def merges(gap: int, span: int, costs: Costs) -> bool:
-    """Whether a gap between ranges is read along with them.
-
-    Args:
-        gap: bytes of the gap.
-        span: bytes of each range.
-        costs: the costs of the store.
-    """
+    """Whether a gap between ranges is read along with them."""
     return gap <= costs.gap and (gap * 20 <= span or span < costs.short)

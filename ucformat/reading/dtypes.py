@@ -17,8 +17,6 @@ from ucformat.schema import FLOATS, ITEMSIZE, ZARR_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["dtype_name", "fill_value", "numpy_dtype", "zarr_dtype"]
-
 _METADATA = "ucformat"
 
 
@@ -36,28 +34,14 @@ _NUMPY_DTYPES = {name: _numpy_dtype(name, itemsize) for name, itemsize in ITEMSI
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
-    """The little-endian NumPy dtype of a name.
-
-    Args:
-        name: a name of `schema`.
-
-    Raises:
-        UsageError: the name is unknown.
-    """
+    """The little-endian NumPy dtype of a name."""
     if name not in ITEMSIZE:
         raise UsageError(f"unknown dtype {name!r}", hint=f"known are {', '.join(ITEMSIZE)}")
     return _NUMPY_DTYPES[name]
 
 
 def dtype_name(dtype: np.dtype[np.generic] | type) -> str:
-    """The name of a NumPy dtype.
-
-    Args:
-        dtype: the dtype, of either byte order.
-
-    Raises:
-        UsageError: ucformat cannot store the dtype.
-    """
+    """The name of a NumPy dtype."""
     of_numpy = np.dtype(dtype)
     metadata: Mapping[str, Any] = of_numpy.metadata or {}
     name: str = metadata.get(_METADATA, of_numpy.name)
@@ -67,20 +51,12 @@ def dtype_name(dtype: np.dtype[np.generic] | type) -> str:
 
 
 def zarr_dtype(name: str) -> str:
-    """Zarr's `data_type`: the dtype, or if Zarr has none of the name the unsigned integer of the same size.
-
-    Args:
-        name: a name of `schema`.
-    """
+    """Zarr's `data_type`: the dtype, or if Zarr has none of the name the unsigned integer of the same size."""
     return name if name in ZARR_DTYPES else f"uint{8 * ITEMSIZE[name]}"
 
 
 def fill_value(name: str) -> object:
-    """Zarr's `fill_value` in JSON: NaN if the dtype has it, so that no reader takes missing data for zeros.
-
-    Args:
-        name: a name of `schema`.
-    """
+    """Zarr's `fill_value` in JSON: NaN if the dtype has it, so that no reader takes missing data for zeros."""
     if name not in ZARR_DTYPES:
         return 0
     if name.startswith("complex"):

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     Progress = Callable[[int], None]
     Fill = Callable[[Sequence[memoryview], Checksums | None], None]  # fills buffers with the next bytes of a request
 
-__all__ = ["check_out", "default_threads", "execute", "is_direct", "memory_of", "place_checksum"]
-
 _MIN_RUN = 16 << 10  # bytes of contiguous runs that are read directly into place although there are gaps between them
 
 
@@ -77,17 +75,7 @@ def _parallel(plan: Plan, costs: Costs, batches: int) -> int:
 
 
 def check_out(array: object, dtype: str, shape: tuple[int, ...], label: str) -> None:
-    """Check that a caller's array can be filled exactly; nothing is written.
-
-    Args:
-        array: the array.
-        dtype: name of the dtype it must have.
-        shape: shape it must have.
-        label: name of the tensor in error messages.
-
-    Raises:
-        UsageError: it is not a writable NumPy array of this dtype and shape, has a mask, or its elements share memory.
-    """
+    """Check that a caller's array can be filled exactly; nothing is written."""
     if not isinstance(array, np.ndarray):
         raise UsageError(
             f"{label}: the array to fill is a {type(array).__name__}, not a NumPy array",
@@ -111,11 +99,7 @@ def check_out(array: object, dtype: str, shape: tuple[int, ...], label: str) -> 
 
 
 def is_direct(array: NDArray[np.generic]) -> bool:
-    """Whether plans can fill an array in place: its strides are multiples of the itemsize, and none is negative.
-
-    Args:
-        array: the array.
-    """
+    """Whether plans can fill an array in place: its strides are multiples of the itemsize, and none is negative."""
     return all(s >= 0 and s % array.itemsize == 0 for n, s in zip(array.shape, array.strides, strict=True) if n > 1)
 
 
@@ -123,9 +107,6 @@ def memory_of(array: NDArray[np.generic]) -> Memory:
     """The bytes that an array spans, as one writable, contiguous view that begins at its first element.
 
     The view of a strided array also spans bytes that are not the array's; a plan writes only the array's own.
-
-    Args:
-        array: an array for which `is_direct` is true.
     """
     if array.size == 0:
         return np.empty(0, np.uint8)
@@ -148,16 +129,8 @@ def execute(
     At most `threads` requests are in progress at once, and each thread buffers at most the bytes of one request.
 
     Args:
-        plan: the requests.
-        store: the store of the files.
-        memories: the memory of each buffer, indexed by the buffer numbers of the plan.
-        labels: name of each buffer in error messages.
         threads: number of reading threads (None: as many as suit the store).
         progress: called with the number of bytes of each finished request, in any thread.
-
-    Raises:
-        ChecksumError: a chunk that is verified does not match its checksum.
-        MissingData: a file is missing, or ends before the last byte to read.
     """
     costs = store.costs
     if any(r.others for r in plan.requests):  # there may be too many to make them all now

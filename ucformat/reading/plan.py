@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Piece
     from ucformat.storage.base import Store
 
-__all__ = ["Plan", "ReadItem", "Request", "Verify", "check_verify", "make_plan"]
-
 #: Which checksums to verify. `whole`: of chunks that are read whole, and of all blocks of packed files, which are read
 #: whole for this purpose. `always`: of all chunks, which are read whole. `never`: none.
 Verify = Literal["whole", "always", "never"] | bool
@@ -72,7 +70,6 @@ class Request:
         """This request for further files.
 
         Args:
-            others: the files.
             step: bytes from the copies of one file to those of the next, in the buffer.
         """
         copies = tuple(replace(c, file_step=step) for c in self.copies)
@@ -113,11 +110,7 @@ class Plan:
         return sum(r.total for r in self.requests) + self.bytes_of_gaps
 
     def through(self, store: Store) -> Plan:
-        """The same plan, with the bytes that a store reads in addition to compute what is requested.
-
-        Args:
-            store: the store from which it will be read.
-        """
+        """The same plan, with the bytes that a store reads in addition to compute what is requested."""
         computed = (r for r in self.requests if r.file.startswith(HIDDEN))
         ranges = [(r.file, r.offset + i * r.step, r.nbytes) for r in computed for i in range(r.count)]
         return replace(self, bytes_of_gaps=sum(gaps_of(store, *each) for each in ranges))
@@ -178,14 +171,7 @@ class ReadItem:
 
 
 def check_verify(verify: Verify) -> Literal["whole", "always", "never"]:
-    """The word for `verify`, in which True is `whole` and False is `never`.
-
-    Args:
-        verify: the argument.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """The word for `verify`, in which True is `whole` and False is `never`."""
     check_choice("verify", verify, ("whole", "always", "never", True, False))
     return ("whole" if verify else "never") if isinstance(verify, bool) else verify
 
@@ -195,14 +181,8 @@ def make_plan(items: Iterable[ReadItem], verify: Verify = "whole", costs: Costs 
     """Plan how to fill all pieces of all tensors.
 
     Args:
-        items: the tensors and their pieces.
         verify: which checksums to verify (default: of chunks that are read whole).
         costs: how ranges are merged and split (default: as for local files).
-
-    Raises:
-        MissingData: no extent contains some element of a piece.
-        CoverageError: two extents overlap and are not replicas of one box.
-        IntegrityError: an extent is not within the block that has its checksum.
     """
     verify, costs = check_verify(verify), costs or Costs()
     requests: list[Request] = []

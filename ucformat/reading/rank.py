@@ -202,13 +202,7 @@ class Bound:
         """Bind a layout to the tensors of a checkpoint.
 
         Args:
-            tensor_list: the tensors, under their stored names.
-            layout: the layout.
             states: the states to read (None: all, without stored padding, which is placed with the tensor it pads).
-
-        Raises:
-            LayoutError: the layout does not fit the tensors.
-            UsageError: a state does not exist, or renames give two tensors the same name.
         """
         tensor_list = _chosen(tensor_list, states)
         stored = {Key(layout.rename(i.name), i.state): i for i in tensor_list.tensors}
@@ -218,18 +212,7 @@ class Bound:
 
 
 def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> ReadPlan:
-    """Plan what a rank reads.
-
-    Args:
-        source: the checkpoint.
-        bound: the layout, bound to the checkpoint's tensors.
-        rank: global rank, from 0 to `bound.layout.ranks - 1`.
-        verify: which checksums to verify.
-
-    Raises:
-        UsageError: the layout does not have this rank.
-        MissingData: no extent of the checkpoint contains some element.
-    """
+    """Plan what a rank reads."""
     ranks = bound.layout.ranks
     if not 0 <= rank < ranks:
         raise UsageError(f"there is no rank {rank}", hint=f"the layout has the ranks 0 to {ranks - 1}")
@@ -237,13 +220,7 @@ def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> Read
 
 
 def item_for(source: Readable, info: TensorInfo, pieces: Sequence[tuple[int, Piece]]) -> ReadItem:
-    """The read item for pieces of a tensor, with the extents that they need.
-
-    Args:
-        source: the checkpoint.
-        info: the tensor, under its stored name.
-        pieces: the pieces to fill, each with the number of its buffer.
-    """
+    """The read item for pieces of a tensor, with the extents that they need."""
     near = bounding_box(piece.box for _, piece in pieces)
     # Not `isinstance`, which takes longer for a protocol than finding the extents.
     find = cast("HasFileRuns", source).file_runs if hasattr(source, "file_runs") else source.extents

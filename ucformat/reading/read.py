@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ucformat.reading.plan import Plan, Verify
     from ucformat.storage.base import Costs, Store
 
-__all__ = ["read_extents", "read_flat", "read_items", "read_planned"]
-
 #: A plan that reads fewer bytes runs without checking the sizes of files first (docs/security.md, rule 15).
 _CHECK_SIZES = 256 << 20
 
@@ -45,18 +43,10 @@ def read_planned(
     """Run a plan.
 
     Args:
-        plan: what to read.
-        store: the store of the files.
         memories: returns the memory of each buffer of the plan; called once the files are known to be large enough,
             and again if they change while they are read from a cache.
-        labels: name of each buffer in error messages.
         threads: number of reading threads (None: as many as suit the store).
         progress: called with the number of bytes of each finished request.
-
-    Raises:
-        IntegrityError: a file ends before the last byte to read.
-        MissingData: a file is missing.
-        ChecksumError: a chunk does not match its checksum.
     """
 
     def read() -> None:
@@ -80,20 +70,8 @@ def read_items(
     """Plan a read, and run the plan.
 
     Args:
-        store: the store of the files.
-        items: the tensors, and the pieces of each.
-        memories: the memory of each buffer, indexed by the buffer numbers of the pieces.
-        labels: name of each buffer in error messages.
         verify: which checksums to verify (default: of chunks that are read whole).
         costs: how requests are merged and split (None: as suits the store).
-        threads: as for `read_planned`.
-        progress: as for `read_planned`.
-
-    Returns:
-        the plan.
-
-    Raises:
-        IntegrityError: as for `read_planned`.
     """
     plan = make_plan(items, verify, costs or store.costs)
     read_planned(plan, store, lambda: memories, labels, threads, progress)
@@ -104,14 +82,7 @@ def read_flat(store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles],
     """Read the elements `[start, stop)` of a row-major flattened tensor.
 
     Args:
-        store: the store of the files.
-        info: the tensor.
         extents: extents of the tensor, at least those that contain these elements.
-        start: index of the first element.
-        stop: index after the last element.
-
-    Returns:
-        a one-dimensional array in the tensor's dtype.
     """
     strides = row_major(info.shape)
     pieces = [
@@ -126,21 +97,7 @@ def read_flat(store: Store, info: TensorInfo, extents: Iterable[Extent | Tiles],
 def read_extents(
     store: Store, locate: Callable[[Box], Iterable[Extent]], boxes: Iterable[Box], itemsize: int, label: str
 ) -> bytes:
-    """Read boxes of a tensor one after another directly from its extents, for comparisons of a few bytes.
-
-    Args:
-        store: the store of the files.
-        locate: returns the extents that intersect a box.
-        boxes: boxes of the tensor.
-        itemsize: bytes of one element.
-        label: name of the tensor in error messages.
-
-    Returns:
-        the bytes of each box in row-major order.
-
-    Raises:
-        IntegrityError: an element is stored in no file.
-    """
+    """Read boxes of a tensor one after another directly from its extents, for comparisons of a few bytes."""
     out = []
     for box in boxes:
         into, left = np.zeros(box.shape, f"V{itemsize}"), box.size
@@ -160,12 +117,7 @@ def read_extents(
 
 
 def _check_sizes(plan: Plan, store: Store) -> None:
-    """Compare the ranges of a large plan with the sizes of its files, before memory is allocated.
-
-    Raises:
-        IntegrityError: a file ends before the last byte to read.
-        MissingData: a file is missing.
-    """
+    """Compare the ranges of a large plan with the sizes of its files, before memory is allocated."""
     if plan.bytes_read < _CHECK_SIZES:
         return
     ends = plan.ends

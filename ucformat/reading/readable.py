@@ -18,25 +18,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent, FileRun, Key, TensorList, Tiles
     from ucformat.storage.base import Store
 
-__all__ = [
-    "PART_OF",
-    "TRACKERS",
-    "CheckpointMetadata",
-    "FileRecord",
-    "HasFileRuns",
-    "IntKey",
-    "LazyMapping",
-    "LazySequence",
-    "LazyValues",
-    "Place",
-    "Readable",
-    "StatePath",
-    "json_key",
-    "path_from_json",
-    "path_to_json",
-    "unreadable_error",
-]
-
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -59,31 +40,19 @@ StatePath = tuple[str | int | IntKey, ...]
 
 
 def json_key(key: str | int) -> str:
-    """The key of a JSON object that represents a key of a dictionary.
-
-    Args:
-        key: a text, or an integer key.
-    """
+    """The key of a JSON object that represents a key of a dictionary."""
     if isinstance(key, str):
         return "$" + key if key.startswith("$") else key
     return f"$int:{key}"
 
 
 def path_to_json(path: StatePath) -> list[str | int]:
-    """A path as manifests spell it: integers are positions in lists, and keys are spelled by `json_key`.
-
-    Args:
-        path: the path.
-    """
+    """A path as manifests spell it: integers are positions in lists, and keys are spelled by `json_key`."""
     return [p if type(p) is int else json_key(p) for p in path]
 
 
 def path_from_json(parts: Sequence[str | int]) -> StatePath:
-    """The inverse of `path_to_json`.
-
-    Args:
-        parts: the parts of the path, from a manifest.
-    """
+    """The inverse of `path_to_json`."""
     return tuple(p if isinstance(p, int) else _key(p) for p in parts)
 
 
@@ -202,21 +171,12 @@ class CheckpointMetadata:
         return str(self.layout.get(PART_OF, ""))
 
     def replace(self, **changes: Any) -> CheckpointMetadata:
-        """A copy with some fields replaced.
-
-        Args:
-            changes: new values by the name of the field.
-        """
+        """A copy with some fields replaced."""
         return CheckpointMetadata(**{f.name: getattr(self, f.name) for f in fields(CheckpointMetadata)} | changes)
 
 
 def unreadable_error(tensors: Mapping[Key, str], url: str) -> UnsupportedError:
-    """The error for tensors that were asked for and that cannot be read.
-
-    Args:
-        tensors: the reason of each, at least of one.
-        url: the location of the checkpoint.
-    """
+    """The error for tensors that were asked for and that cannot be read."""
     (key, reason), *others = tensors.items()
     more = f"; and so do {len(others)} more of its tensors, which are not read either" if others else ""
     return UnsupportedError(
@@ -246,12 +206,7 @@ class HasFileRuns(Protocol):
     """A `Readable` whose tensors may lie at the same place of many files."""
 
     def file_runs(self, key: Key, within: Box) -> Iterable[Extent | Tiles | FileRun]:
-        """The extents of `Readable.extents`; those that many files have at the same place are one `FileRun`.
-
-        Args:
-            key: name and state of the tensor.
-            within: the box, in elements of the tensor.
-        """
+        """The extents of `Readable.extents`; those that many files have at the same place are one `FileRun`."""
 
 
 class Readable(Protocol):
@@ -267,10 +222,5 @@ class Readable(Protocol):
         `Tiles` stand for many extents of a regular grid.
 
         Args:
-            key: name and state of the tensor.
             within: the box, in elements of the tensor (None: all of it).
-
-        Raises:
-            MissingData: a part of the tensor is stored in no file.
-            CoverageError: the extents leave a hole.
         """

@@ -20,16 +20,9 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import ByteRange
 
-__all__ = ["are_repeated", "first_repeated", "repeated_bytes"]
-
 
 def repeated_bytes(begins: NDArray[np.int64], stops: NDArray[np.int64]) -> float:
-    """The bytes of reads beyond `MOST_READS` of each byte, of all ranges of one file.
-
-    Args:
-        begins: the first byte of each range.
-        stops: the byte after the last.
-    """
+    """The bytes of reads beyond `MOST_READS` of each byte, of all ranges of one file."""
     at = np.concatenate([begins, stops])
     change = np.concatenate([np.ones(len(begins), np.int64), np.full(len(stops), -1)])
     order = np.argsort(at, kind="stable")
@@ -38,21 +31,12 @@ def repeated_bytes(begins: NDArray[np.int64], stops: NDArray[np.int64]) -> float
 
 
 def are_repeated(begins: NDArray[np.int64], stops: NDArray[np.int64]) -> bool:
-    """Whether ranges of one file name its bytes far more often than any writer does.
-
-    Args:
-        begins: the first byte of each range.
-        stops: the byte after the last.
-    """
+    """Whether ranges of one file name its bytes far more often than any writer does."""
     return len(begins) > MOST_READS and repeated_bytes(begins, stops) > FREE_READS
 
 
 def first_repeated(ranges: Iterable[ByteRange]) -> str | None:
-    """The first file whose bytes are named far more often than any writer does; None if there is none.
-
-    Args:
-        ranges: of all files, each as often as it is named.
-    """
+    """The first file whose bytes are named far more often than any writer does; None if there is none."""
     by_file: dict[str, tuple[list[int], list[int]]] = {}
     for file, offset, nbytes in ranges:
         begins, stops = by_file.setdefault(file, ([], []))

@@ -14,26 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ucformat.schema.manifest import ATTEMPT, LineageDoc
 from ucformat.schema.values import Instant  # noqa: TC001 - pydantic reads it at run time
 
-__all__ = [
-    "CATALOG_DOCUMENT",
-    "NEEDED_BY",
-    "TOMBSTONE",
-    "AliasDoc",
-    "CatalogDoc",
-    "DescribedDoc",
-    "DistributionDoc",
-    "EdgeDoc",
-    "HoldDoc",
-    "MeshDoc",
-    "MetricDoc",
-    "NeededByDoc",
-    "NoteDoc",
-    "TagDoc",
-    "TombstoneDoc",
-    "UntagDoc",
-    "is_tombstone",
-]
-
 #: The name of the document, in the checkpoint's folder.
 TOMBSTONE = "tombstone.json"
 
@@ -62,11 +42,7 @@ class _Head(BaseModel):
 
 
 def is_tombstone(data: bytes) -> bool:
-    """Whether a document is a tombstone of any version.
-
-    Args:
-        data: the file's content.
-    """
+    """Whether a document is a tombstone of any version."""
     try:
         _Head.model_validate_json(data)
     except ValidationError:
@@ -208,9 +184,6 @@ class DescribedDoc(BaseModel):
     """What the sidecar's metadata says about described tensors.
 
     Attributes:
-        tensors: their number.
-        folder: of the ranks' files.
-        meshes: the meshes.
         distributions: the distributions, without positions in flat buffers.
     """
 

@@ -10,8 +10,6 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, Validati
 from ucformat.schema.view import Count as Size
 from ucformat.schema.view import Index, Names, Step, Text, Written
 
-__all__ = ["VERSION", "Faults", "LayoutDocument", "checked", "checked_as", "json_schema"]
-
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
 
@@ -174,28 +172,12 @@ class Faults(ValueError):
 
 
 def checked(model: type[Model], document: Any) -> Model:
-    """Validate a document as a model.
-
-    Args:
-        model: the class of the model.
-        document: the values of the YAML or JSON file.
-
-    Raises:
-        Faults: the document is not valid.
-    """
+    """Validate a document as a model."""
     return checked_as(TypeAdapter(model), document)
 
 
 def checked_as(kind: TypeAdapter[T], document: Any) -> T:
-    """Validate a document as a value of a type.
-
-    Args:
-        kind: the adapter of the type.
-        document: the values of the YAML or JSON file.
-
-    Raises:
-        Faults: the document is not valid.
-    """
+    """Validate a document as a value of a type."""
     try:
         return kind.validate_python(document)
     except ValidationError as e:

@@ -8,24 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "FREE_READS",
-    "MAX_ARRAY_DIMS",
-    "MAX_BITS",
-    "MAX_DEPTH",
-    "MAX_DIMS",
-    "MAX_EDGE",
-    "MAX_INTEGER",
-    "MAX_OBJECT_DEPTH",
-    "MAX_RANKS",
-    "MAX_SHARDS",
-    "MAX_SPAN",
-    "MAX_TILES",
-    "MOST_COMMITS",
-    "MOST_READS",
-    "check_json",
-]
-
 #: The levels of objects and arrays in a value of a document. pydantic's parser has 201 for all of the document.
 MAX_DEPTH = 192
 #: The levels in the files of objects, in which a value of the program may have three levels for one of its own.
@@ -49,17 +31,7 @@ MOST_COMMITS = 2**53 - 1  # every database and every JSON reader is exact up to 
 
 
 def check_json(value: Any, label: str, depth: int = MAX_DEPTH) -> None:
-    """Check that JSON values keep the limits of documents.
-
-    Args:
-        value: of dictionaries, lists, tuples and scalars.
-        label: names the value in the error.
-        depth: the most levels of objects and arrays.
-
-    Raises:
-        ValueError: it is nested too deeply or contains itself, an integer is too large, two keys are the same as
-            text, or a text is not Unicode.
-    """
+    """Check that JSON values keep the limits of documents."""
     waiting: list[tuple[Any, int, tuple[Any, ...]]] = [(value, 0, ())]
     while waiting:
         item, level, path = waiting.pop()

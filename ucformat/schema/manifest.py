@@ -10,26 +10,6 @@ from ucformat.schema.limits import MAX_INTEGER, MAX_RANKS, MOST_COMMITS
 from ucformat.schema.tensors import Digest, Size, StatePath, TensorTable  # noqa: TC001 - pydantic reads them
 from ucformat.schema.values import Finite, Instant, Number, Time, Values  # noqa: TC001 - pydantic reads them
 
-__all__ = [
-    "ATTEMPT",
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "AttemptDoc",
-    "FileDoc",
-    "GridDoc",
-    "GroupDoc",
-    "LaunchDoc",
-    "LineageDoc",
-    "Manifest",
-    "PerRankDoc",
-    "RangesDoc",
-    "SidecarDoc",
-    "SourceFileDoc",
-    "WriterDoc",
-    "is_of_unknown_kind",
-    "manifest_json_schema",
-]
-
 FORMAT_VERSION = 1
 
 #: The name of the document, in the checkpoint's folder.
@@ -245,13 +225,7 @@ _DIGESTS = ("sha256", "xxh3")
 
 
 def is_of_unknown_kind(fault: str, place: tuple[str | int, ...], value: object) -> bool:
-    """Whether an invalid member may have been written by a later ucformat, so that it is not damaged.
-
-    Args:
-        fault: the type of pydantic's error.
-        place: the path of the member in the document.
-        value: its value.
-    """
+    """Whether an invalid member may have been written by a later ucformat, so that it is not damaged."""
     if not isinstance(value, str) or not place:
         return False
     if place[-1] == "digest" or place[:2] == ("tensors", "digest"):

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema
 
-__all__ = ["VERSION", "Best", "Keep", "Last", "Policy", "duration_text", "parse_duration", "policy_json_schema"]
-
 VERSION = 1
 
 _UNITS = {"w": 604800, "d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -27,14 +25,7 @@ _LONGEST = timedelta(days=36500)  # can be added to any present date
 
 
 def parse_duration(text: Any) -> timedelta:
-    """Parse a duration such as `90s`, `15m`, `48h`, `7d` or `2w`.
-
-    Args:
-        text: the text; a timedelta is returned as it is.
-
-    Raises:
-        ValueError: the text is not a duration, or is longer than a hundred years.
-    """
+    """Parse a duration such as `90s`, `15m`, `48h`, `7d` or `2w`."""
     if isinstance(text, timedelta):
         return text
     if not isinstance(text, str) or not re.fullmatch(_DURATION, text):
@@ -46,11 +37,7 @@ def parse_duration(text: Any) -> timedelta:
 
 
 def duration_text(duration: timedelta) -> str:
-    """Format a duration for a policy file, in the largest unit of which it is a multiple: `2d` for 48 hours.
-
-    Args:
-        duration: the duration; fractions of a second are dropped.
-    """
+    """Format a duration for a policy file, in the largest unit of which it is a multiple: `2d` for 48 hours."""
     seconds = int(duration.total_seconds())
     unit = next(u for u, n in _UNITS.items() if seconds % n == 0) if seconds else "s"
     return f"{seconds // _UNITS[unit]}{unit}"

@@ -25,8 +25,6 @@ from ucformat.schema.limits import MAX_INTEGER
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Digest", "KindDoc", "Size", "StatePath", "TensorDoc", "TensorTable", "quoted"]
-
 Size = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64}|xxh3:[0-9a-f]{32})$")]
@@ -72,9 +70,6 @@ class KindDoc(BaseModel):
     """What many tensors have in common.
 
     Attributes:
-        state: the state.
-        dtype: the dtype.
-        shape: the shape.
         chunk: the shape of a chunk; None if the tensors are not arrays.
         shard: the shape of a shard, likewise.
         path: the folder of the arrays' folders, likewise.
@@ -102,7 +97,6 @@ class TensorTable(BaseModel):
     """All tensors of a manifest: a sequence of TensorDoc, in the order of the training program, stored as columns.
 
     Attributes:
-        names: the names, each once.
         kinds: the kinds of tensors, each once.
         name: for each tensor, the number of its name.
         kind: for each tensor, the number of its kind.
@@ -138,11 +132,7 @@ class TensorTable(BaseModel):
 
     @classmethod
     def of(cls, tensors: Iterable[TensorDoc]) -> Self:
-        """The table of tensors.
-
-        Args:
-            tensors: the tensors, in order.
-        """
+        """The table of tensors."""
         names: dict[str, int] = {}
         kinds: dict[tuple[Any, ...], int] = {}
         name, kind, paths, at = array("i"), array("i"), {}, {}
@@ -190,11 +180,7 @@ class TensorTable(BaseModel):
         return map(self.__getitem__, range(len(self)))
 
     def folder(self, row: int) -> str | None:
-        """The folder of an array; None if the tensor is none.
-
-        Args:
-            row: the number of the tensor.
-        """
+        """The folder of an array; None if the tensor is none."""
         folder = self.kinds[self.kind[row]].path
         if folder is None:
             return None
@@ -202,11 +188,7 @@ class TensorTable(BaseModel):
         return f"{folder}/{quoted(self.names[self.name[row]])}" if listed is None else listed
 
     def at_of(self, row: int) -> tuple[StatePath, ...]:
-        """The paths of a tensor in the state of the program that saved.
-
-        Args:
-            row: the number of the tensor.
-        """
+        """The paths of a tensor in the state of the program that saved."""
         if self.at and (listed := self.at.get(str(row))) is not None:
             return listed
         name = self.names[self.name[row]]
@@ -243,11 +225,7 @@ class TensorTable(BaseModel):
         return array("i", sorted(range(len(self)), key=self.name.__getitem__))
 
     def rows(self, name: str) -> list[int]:
-        """The numbers of the tensors of a name, in order; empty if there is none.
-
-        Args:
-            name: the name.
-        """
+        """The numbers of the tensors of a name, in order; empty if there is none."""
         number = self._numbers.get(name)
         if number is None:
             return []
@@ -256,12 +234,7 @@ class TensorTable(BaseModel):
         return list(self._order[first:last])
 
     def row(self, name: str, state: str) -> int | None:
-        """The number of the tensor of a name and state; None if there is none.
-
-        Args:
-            name: the name.
-            state: the state.
-        """
+        """The number of the tensor of a name and state; None if there is none."""
         return next((row for row in self.rows(name) if self.kinds[self.kind[row]].state == state), None)
 
     def shared_folders(self) -> Iterator[tuple[str, int]]:
@@ -317,10 +290,6 @@ def _template(path: StatePath, name: str) -> _Template:
 
 
 def quoted(name: str) -> str:
-    """A name as that of a folder: percent-encoded, except ASCII letters, digits, `.`, `_`, `-`; a leading dot too.
-
-    Args:
-        name: the name of a tensor or state.
-    """
+    """A name as that of a folder: percent-encoded, except ASCII letters, digits, `.`, `_`, `-`; a leading dot too."""
     folder = quote(name, safe="", errors="surrogatepass").replace("~", "%7E")
     return "%2E" + folder[1:] if folder.startswith(".") else folder

@@ -11,17 +11,11 @@ from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, Plai
 
 from ucformat.schema.limits import check_json
 
-__all__ = ["Finite", "Instant", "Number", "Time", "Values", "dumps", "finite", "loads"]
-
 _WORDS = ("nan", "inf", "-inf")
 
 
 def finite(value: Any) -> Any:
-    """Replace each float that is not finite by a JSON object such as `{"$float": "nan"}`.
-
-    Args:
-        value: a value of dicts, lists, tuples and scalars.
-    """
+    """Replace each float that is not finite by a JSON object such as `{"$float": "nan"}`."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -33,7 +27,6 @@ def dumps(value: Any, indent: int | None = None) -> str:
     """Serialize a value as JSON without bare NaN.
 
     Args:
-        value: the value.
         indent: spaces for each level (default: everything on one line).
     """
     try:
@@ -43,15 +36,7 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Parse a JSON text; unlike Python's own parser this refuses bare NaN and infinities.
-
-    Args:
-        text: the text.
-
-    Raises:
-        ValueError: it is not JSON.
-        RecursionError: it is nested too deeply.
-    """
+    """Parse a JSON text; unlike Python's own parser this refuses bare NaN and infinities."""
     return json.loads(text, parse_constant=_refuse)
 
 
@@ -91,11 +76,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def _within_limits(value: dict[str, Any]) -> dict[str, Any]:
-    """Check the limits of values.
-
-    Raises:
-        ValueError: one is exceeded.
-    """
+    """Check the limits of values."""
     check_json(value, "a value")
     return value
 
@@ -105,11 +86,7 @@ Values = Annotated[dict[str, Any], AfterValidator(_within_limits), PlainSerializ
 
 
 def _countable(value: datetime) -> datetime:
-    """Check that a time can be expressed in UTC: the first and last representable days may not be.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Check that a time can be expressed in UTC: the first and last representable days may not be."""
     aware = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
     try:
         aware.astimezone(UTC)

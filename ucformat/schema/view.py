@@ -9,8 +9,6 @@ from pydantic_core import PydanticCustomError
 
 from ucformat.schema import CASTABLE
 
-__all__ = ["STEPS", "Count", "Index", "Indices", "Labelled", "Names", "Select", "Step", "Take", "Text", "Written"]
-
 Text = Annotated[str, Field(min_length=1)]
 Names = Text | Annotated[list[Text], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]

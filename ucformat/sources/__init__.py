@@ -53,15 +53,12 @@ def open_source(
     """Open a foreign checkpoint with the first source that recognises its folder.
 
     Args:
-        store: a store whose root is the folder.
-        sources: the sources to ask, in this order.
         options: the options of the source, by name; None: defaults.
 
     Returns:
         the opened checkpoint; None if no source recognises the folder.
 
     Raises:
-        UsageError: the source has no option of that name.
         NotACheckpoint: it is only a part of a checkpoint, and the option `part` is not given.
     """
     for source in sources:
@@ -82,11 +79,7 @@ def open_source(
 
 
 def marked_folders(infos: Iterable[Info]) -> set[str]:
-    """The folders that look like foreign checkpoints, by the names of their files.
-
-    Args:
-        infos: the files of a place.
-    """
+    """The folders that look like foreign checkpoints, by the names of their files."""
     markers: dict[str, list[Source]] = {}  # most names are in every step
     folders: set[str] = set()
     for info in infos:
@@ -103,8 +96,6 @@ def open_source_file(
     """Open a single file with the first source that recognises it.
 
     Args:
-        place: the path or url of the file.
-        watch: returns the store through which the files of its folder are read.
         options: the options of the source, by name; None: defaults.
 
     Returns:
@@ -112,7 +103,6 @@ def open_source_file(
 
     Raises:
         NotACheckpoint: no source recognises the file, or it is only a part, and the option `part` is not given.
-        UsageError: the source has no option of that name.
     """
     folder, _, name = fspath(place).rpartition("/")
     if not name or folder.lower() in ("file:", "file:/"):  # of a url nothing but the scheme

@@ -31,19 +31,6 @@ if TYPE_CHECKING:
 
     from ucformat.reading.readable import CheckpointMetadata
 
-__all__ = [
-    "ASSETS",
-    "KINDS",
-    "REDACTED",
-    "TrainingInfo",
-    "find_training_info",
-    "merge_configs",
-    "plain_config",
-    "program_config",
-    "read_training_info",
-    "with_config",
-]
-
 _log = logging.getLogger("ucformat")
 
 #: Kinds of configuration, by precedence: objects at the root or in one of `_CONTAINERS`.
@@ -104,13 +91,7 @@ class TrainingInfo:
 
 
 def find_training_info(metadata: CheckpointMetadata, assets: Mapping[str, bytes], url: str) -> TrainingInfo:
-    """Extract configuration, metrics and run name from a foreign checkpoint; nothing, with a warning, if that fails.
-
-    Args:
-        metadata: of the checkpoint.
-        assets: its files that are kept unchanged, by name.
-        url: of the checkpoint, for warnings.
-    """
+    """Extract configuration, metrics and run name from a foreign checkpoint; nothing, with a warning, if that fails."""
     files = [name for name in ASSETS if name in metadata.assets]
     try:
         found = {name: partial(_read_json, assets, name, url) for name in files}
@@ -135,7 +116,6 @@ def read_training_info(
     """Extract configuration, metrics and run name from the values of a checkpoint.
 
     Args:
-        objects: the non-tensor values, in the form of `CheckpointMetadata.objects`.
         assets: functions that read the JSON files listed in `ASSETS`, by file name; only files that exist.
         aliases: names of tied tensors, which safetensors stores in its metadata and which are not configuration.
     """
@@ -151,9 +131,6 @@ def read_training_info(
 
 def merge_configs(kinds: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """Merge several kinds of configuration into one object.
-
-    Args:
-        kinds: the name and keys of each kind, by precedence.
 
     Returns:
         all keys with the first kind's value; the differing values of later kinds below the name of their kind.
@@ -174,11 +151,7 @@ def merge_configs(kinds: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, A
 
 
 def program_config(*kinds: tuple[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The configuration of a running program; values without a JSON form become text.
-
-    Args:
-        *kinds: the name and keys of each kind, by precedence.
-    """
+    """The configuration of a running program; values without a JSON form become text."""
     return merge_configs(
         (kind, _mapping(to_json(json.loads(json.dumps(dict(config), default=str, skipkeys=True)))))
         for kind, config in kinds
@@ -189,21 +162,13 @@ def with_config(known: Mapping[str, Any], given: Mapping[str, Any] | None) -> di
     """Add a configuration that the user gives, which takes precedence; the values that it replaces go below `source`.
 
     Args:
-        known: the configuration that was read from the checkpoint.
         given: the user's, of any values; None or empty: `known` is returned unchanged.
-
-    Raises:
-        UnsupportedError: a value has no JSON form.
     """
     return dict(known) if not given else merge_configs([("config", _mapping(to_json(dict(given)))), ("source", known)])
 
 
 def plain_config(value: Any) -> Any:
-    """Simplify a configuration to plain JSON without secrets.
-
-    Args:
-        value: in the JSON form of `ucformat.sources.values`.
-    """
+    """Simplify a configuration to plain JSON without secrets."""
     found = _plain(value, 0)
     return None if found is _DROPPED else found
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     #: Finds the extents of a tensor: at least those that overlap a box of it (None: all).
     Locate = Callable[[Box | None], Iterator[Extent]]
 
-__all__ = ["Group", "Locate", "PrefixedSource", "TensorIndex", "unknown_tensor"]
-
 
 @dataclass(slots=True)
 class Group:
@@ -44,13 +42,7 @@ class Group:
 
 
 def unknown_tensor(key: Key, known: Iterable[Key], url: str) -> TensorNotFound:
-    """The error for a tensor that a checkpoint does not have.
-
-    Args:
-        key: the tensor that was requested.
-        known: the tensors of the checkpoint.
-        url: the location of the checkpoint, for the message.
-    """
+    """The error for a tensor that a checkpoint does not have."""
     states = sorted(k.state for k in known if k.name == key.name)
     return TensorNotFound(
         f"the checkpoint {url} has no {key}",
@@ -72,33 +64,14 @@ class TensorIndex:
     taken: dict[str, int] = field(default_factory=dict)  # name -> the last suffix that made a name unique: `name~2`
 
     def add(self, name: str, state: str, dtype: str, shape: tuple[int, ...], locate: Locate) -> None:
-        """Add a tensor.
-
-        Args:
-            name: the name.
-            state: the state: `weight`, or an optimizer state.
-            dtype: the data type. If `schema` lacks it, the tensor is `unreadable`.
-            shape: the shape.
-            locate: finds its extents.
-
-        Raises:
-            IntegrityError: the index has this name and state already.
-        """
+        """Add a tensor."""
         if dtype not in ITEMSIZE:
             self.refuse(Key(name, state), why_refused(dtype))
         else:
             self.put(TensorInfo(name, state, dtype, shape), locate)
 
     def put(self, info: TensorInfo, locate: Locate) -> None:
-        """Add a tensor.
-
-        Args:
-            info: the tensor.
-            locate: finds its extents.
-
-        Raises:
-            IntegrityError: the index has this name and state already.
-        """
+        """Add a tensor."""
         key = info.key
         self._check_new(key)
         self.infos[key], self.locate[key] = info, locate
@@ -108,22 +81,14 @@ class TensorIndex:
         """Add a tensor that cannot be read.
 
         Args:
-            key: its name and state.
             reason: why not, to follow its name: `has the dtype …`.
-
-        Raises:
-            IntegrityError: the index has this name and state already.
         """
         self._check_new(key)
         self.unreadable[key] = reason
         self.taken.setdefault(key.name, 1)
 
     def refused_with(self, key: Key) -> str | None:
-        """Why a tensor cannot be read: it or the weight of its parameter is `unreadable`; None if neither is.
-
-        Args:
-            key: its name and state.
-        """
+        """Why a tensor cannot be read: it or the weight of its parameter is `unreadable`; None if neither is."""
         if (reason := self.unreadable.get(key)) is not None:
             return reason
         reason = self.unreadable.get(Key(key.name, "weight"))
@@ -134,31 +99,11 @@ class TensorIndex:
             raise IntegrityError(f"the checkpoint has two tensors {key}")
 
     def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
-        """Add a tensor that is stored whole in a file of torch.save.
-
-        Args:
-            name: the name.
-            state: the state.
-            file: the file.
-            tensor: the tensor in the file.
-
-        Raises:
-            IntegrityError: the index has this name and state already.
-        """
+        """Add a tensor that is stored whole in a file of torch.save."""
         self.add(name, state, tensor.dtype, tensor.shape, lambda _: file.whole(tensor))
 
     def add_large(self, path: str, file: TorchFile, tensor: StoredTensor) -> str:
-        """Add a tensor that is part of a plain value, as a weight of its own.
-
-        Args:
-            path: the path of the tensor in the value, joined by dots: it becomes the name, with a suffix (`~2`) if that
-                is taken.
-            file: the file that contains it.
-            tensor: the tensor in the file.
-
-        Returns:
-            the name.
-        """
+        """Add a tensor that is part of a plain value, as a weight of its own."""
         name = path
         while name in self.taken:
             self.taken[path] += 1
@@ -176,9 +121,7 @@ class TensorIndex:
         """Find where the bytes of a tensor are stored (see `OpenSource.extents`).
 
         Args:
-            key: the name and state of the tensor.
             within: a box of the tensor; None: all of it.
-            url: the location of the checkpoint, for messages.
 
         Raises:
             TensorNotFound: the index has no such tensor.
@@ -191,12 +134,7 @@ class TensorIndex:
         return locate(within)
 
     def keep_scalars(self, file: TorchFile, values: dict[str, Any]) -> None:
-        """Set `optimizer`, the values of an optimizer's file besides the states of its parameters.
-
-        Args:
-            file: the file.
-            values: the values as unpickled; larger tensors in them become tensors of the index.
-        """
+        """Set `optimizer`, the values of an optimizer's file besides the states of its parameters."""
 
         def spill(path: str, tensor: StoredTensor) -> str:
             return self.add_large(path, file, tensor)

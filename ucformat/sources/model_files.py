@@ -17,23 +17,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Info, Store
 
-__all__ = [
-    "FileSet",
-    "check_described",
-    "check_downloaded",
-    "check_index",
-    "check_shards",
-    "complete_shards",
-    "file_assets",
-    "file_sets",
-    "find_assets",
-    "parse_shard_name",
-    "present_shards",
-    "read_json",
-    "read_weight_map",
-    "root_files",
-]
-
 #: The files of a checkpoint, and its index or None. With an index, the list is empty: the index names the files.
 FileSet = tuple[list[str], str | None]
 
@@ -52,25 +35,13 @@ _NO_ASSET = re.compile(r".*\.index\.json|trainer_state\.json|model_index\.json")
 
 
 def present_shards(store: Store, weight_map: Mapping[str, str]) -> set[str]:
-    """Check which shards of an index exist.
-
-    Args:
-        store: a store whose root is the folder.
-        weight_map: the file name of each tensor's shard, by tensor.
-
-    Returns:
-        the names of those that exist.
-    """
+    """Check which shards of an index exist."""
     shards = sorted({check_key(shard) for shard in weight_map.values()})
     return set(compress(shards, map_io(lambda shard: exists(store, shard), shards)))
 
 
 def root_files(store: Store) -> dict[str, Info]:
-    """List the files of a folder and its subfolders by key, at most the first ten thousand.
-
-    Args:
-        store: a store whose root is the folder.
-    """
+    """List the files of a folder and its subfolders by key, at most the first ten thousand."""
     return {info.key: info for info in islice(store.list(), _MAX_LISTED)}
 
 
@@ -78,13 +49,6 @@ def find_assets(infos: Iterable[Info], taken: Iterable[str] = ()) -> tuple[str, 
     """Find the files to keep unchanged: configuration, tokenizer, chat templates, model card, code.
 
     In a model's folder, which has a `config.json` or `adapter_config.json`, all other small text files are assets, too.
-
-    Args:
-        infos: the files of the folder.
-        taken: keys of files that are read by the source and are no assets.
-
-    Returns:
-        the keys of the assets.
     """
     infos, used = list(infos), frozenset(taken)
     model = any(i.key in ("config.json", "adapter_config.json") for i in infos)
@@ -102,12 +66,7 @@ def check_downloaded(store: Store, error: UcformatError | None = None, file: str
     """Check that files that cannot be opened are not pointers of Git LFS, which was not asked to download them.
 
     Args:
-        store: a store whose root is the folder.
-        error: the reason why they cannot be opened.
         file: the name of the file that was to be opened, if it is no index (default: all of the folder).
-
-    Raises:
-        MissingData: some are.
     """
     try:
         infos = [store.info(file)] if file else list(root_files(store).values())
@@ -124,24 +83,12 @@ def check_downloaded(store: Store, error: UcformatError | None = None, file: str
 
 
 def file_assets(store: Store, key: str) -> tuple[str, ...]:
-    """The assets of a single file that is opened by its name: of an adapter its configuration.
-
-    Args:
-        store: a store whose root is the folder.
-        key: the key of the file.
-    """
+    """The assets of a single file that is opened by its name: of an adapter its configuration."""
     return (_ADAPTER,) if key.startswith("adapter_model.") and exists(store, _ADAPTER) else ()
 
 
 def check_described(store: Store) -> None:
-    """Check that no folder has files of DCP's ranks without the file that describes them.
-
-    Args:
-        store: a store whose root is a folder that no source recognises.
-
-    Raises:
-        MissingData: one has.
-    """
+    """Check that no folder has files of DCP's ranks without the file that describes them."""
     keys = root_files(store)
     folders = sorted({key.rpartition("/")[0] for key in keys if key.endswith(".distcp")})
     for folder in folders:
@@ -154,15 +101,7 @@ def check_described(store: Store) -> None:
 
 
 def read_json(store: Store, key: str) -> Any:
-    """Read a JSON document of at most 64 MiB.
-
-    Args:
-        store: the store.
-        key: the key of the file.
-
-    Raises:
-        IntegrityError: the file is larger, or is not JSON.
-    """
+    """Read a JSON document of at most 64 MiB."""
     size = store.info(key).size
     if size > _MAX_NBYTES:
         raise IntegrityError(
@@ -177,15 +116,8 @@ def read_json(store: Store, key: str) -> Any:
 def read_weight_map(store: Store, key: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Read an index of Hugging Face (`….index.json`).
 
-    Args:
-        store: the store.
-        key: the key of the index.
-
     Returns:
         the file name of each tensor's shard, by tensor; and the metadata of the index.
-
-    Raises:
-        IntegrityError: the file is not an index.
     """
     index = read_json(store, key)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -205,9 +137,6 @@ _MAX_POINTERS = 100  # files that are read to find them
 def parse_shard_name(name: str) -> tuple[str, int, int] | None:
     """Parse the name of a shard.
 
-    Args:
-        name: the name of a file.
-
     Returns:
         for `model-00002-of-00003.bin`, `("model-*-of-00003.bin", 2, 3)`: what the names of all shards share, the number
         of this one from 1, and how many there are; None if it is not the name of a shard.
@@ -223,13 +152,6 @@ def complete_shards(names: Sequence[str], *, part: bool = False) -> list[str]:
 
     Args:
         names: the names of a set's files, in any order; a single file need not be named as a shard.
-        part: shards may be missing.
-
-    Returns:
-        the names by number.
-
-    Raises:
-        MissingData: a shard is missing.
     """
     if not names or parse_shard_name(names[0]) is None:
         return list(names)
@@ -253,10 +175,6 @@ def complete_shards(names: Sequence[str], *, part: bool = False) -> list[str]:
 def file_sets(names: Iterable[str], index: str) -> dict[str, FileSet]:
     """Group the files of a folder into checkpoints.
 
-    Args:
-        names: the names of the files, without folders.
-        index: the suffix of the names of indexes.
-
     Returns:
         the files of each checkpoint, by the name of its index or only file, or what the names of its shards share.
     """
@@ -276,17 +194,10 @@ def check_index(
     """Check that the shards of an index exist.
 
     Args:
-        weight_map: the file name of each tensor's shard, by tensor.
-        index: the key of the index, for messages.
-        present: the keys of the files that exist.
         below: the folder of the index in the store, with a slash at the end, or empty.
-        part: shards may be missing.
 
     Returns:
         the keys of the shards that are there, sorted.
-
-    Raises:
-        MissingData: a shard does not exist.
     """
     shards = []
     for shard in dict.fromkeys(weight_map.values()):
@@ -307,9 +218,7 @@ def part_of_set(keys: Sequence[str], weight_map: Mapping[str, str], index: str |
     """What files are a part of: the shards that an index, or their own names, count; None if all are there.
 
     Args:
-        keys: the keys of the files.
         weight_map: the file name of each tensor's shard, by tensor; empty without an index.
-        index: the key of the index.
     """
     numbered = parse_shard_name(keys[0]) if keys and len(keys) > 1 else None
     total = len(set(weight_map.values())) if index else numbered[2] if numbered else len(keys)
@@ -321,17 +230,7 @@ def _part_hint() -> str:
 
 
 def check_shards(weight_map: Mapping[str, str], index: str, shards: Mapping[str, Collection[str]]) -> None:
-    """Check that an index and its shards list the same tensors.
-
-    Args:
-        weight_map: the file name of each tensor's shard, by tensor.
-        index: the key of the index, for messages.
-        shards: the names of the tensors in each shard, by key.
-
-    Raises:
-        MissingData: a tensor of the index is not in its shard.
-        IntegrityError: a shard contains a tensor that the index does not assign to it.
-    """
+    """Check that an index and its shards list the same tensors."""
     listed: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         listed.setdefault(shard, set()).add(name)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import CheckpointMetadata
     from ucformat.storage.base import Store
 
-__all__ = ["Sibling", "marked", "part_by_content", "part_by_names", "part_by_shapes", "parts_of_one", "refusal"]
-
 _MAX_LISTED = 10_000  # files that are listed to find siblings
 _MAX_INDEXES = 5
 _MAX_NAMED = 10
@@ -75,13 +73,7 @@ class Sibling:
 
 
 def refusal(where: str, what: str, *, openable: bool = True) -> NotACheckpoint:
-    """The error for a part that is opened as if it were whole.
-
-    Args:
-        where: the path or url of the part.
-        what: what it is.
-        openable: whether it can be opened by itself.
-    """
+    """The error for a part that is opened as if it were whole."""
     if not openable:
         return NotACheckpoint(
             f"{where} is only a part of a checkpoint: {what}",
@@ -96,12 +88,7 @@ def refusal(where: str, what: str, *, openable: bool = True) -> NotACheckpoint:
 
 
 def parts_of_one(names: Iterable[str], url: str) -> UnsupportedError | None:
-    """The error for a folder that has parts of one checkpoint, which nothing describes; None if it has no parts.
-
-    Args:
-        names: the names of the files among which none can be chosen.
-        url: the folder.
-    """
+    """The error for a folder that has parts of one checkpoint, which nothing describes; None if it has no parts."""
     parts = [name for name in names if _by_label("", name, ())]
     if not parts:
         return None
@@ -123,21 +110,12 @@ def _merger(parts: list[str], url: str) -> str:
 
 
 def marked(metadata: CheckpointMetadata, what: str) -> CheckpointMetadata:
-    """The metadata of a part that is opened knowingly.
-
-    Args:
-        metadata: its metadata.
-        what: what it is.
-    """
+    """The metadata of a part that is opened knowingly."""
     return metadata.replace(layout={**metadata.layout, PART_OF: what})
 
 
 def part_by_content(value: Any) -> str | None:
-    """What a pickled value says that it is a part of; empty if it says that it is whole, None if it says neither.
-
-    Args:
-        value: the value of a file of torch.save.
-    """
+    """What a pickled value says that it is a part of; empty if it says that it is whole, None if it says neither."""
     if not isinstance(value, dict):
         return None
     if "ds_config" in value or "ds_version" in value:
@@ -159,12 +137,7 @@ def part_by_content(value: Any) -> str | None:
 
 
 def part_by_shapes(store: Store, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What the shapes of a model of Meta or Mistral say, whose ranks (`consolidated.00.pth`) have some rows or columns.
-
-    Args:
-        store: the store of the files, which may have `params.json`.
-        shapes: the shapes of all tensors by name.
-    """
+    """What the shapes of a model of Meta or Mistral say, whose ranks (`consolidated.00.pth`) have some rows or columns."""
     norm, embedding, output = (shapes.get(n, ()) for n in (_META_NORM, _META_EMBEDDING, _META_OUTPUT))
     if len(norm) != 1 or len(embedding) != 2 or len(output) != 2:
         return None
@@ -188,10 +161,7 @@ def part_by_names(
     """What the name of a file, that of its folder, and the files beside it say that it is a part of; else empty.
 
     Args:
-        store: a store whose root is the folder.
         key: the name of the file; empty if the folder itself was opened.
-        shapes: the shapes of the tensors in it by name.
-        open_other: opens another file of the folder.
     """
     names = shapes.keys()
     folder = store.url.rstrip("/").rpartition("/")[2].lower()

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from ucformat.sources.base import OpenSource
 
-__all__ = ["find_unread", "small_enough"]
-
 _MAX_FILE_BYTES = 1 << 20  # of a file that is kept
 _MAX_KEPT_BYTES = 32 << 20  # of all that are kept
 _MAX_KEPT = 256
@@ -31,9 +29,6 @@ def find_unread(source: OpenSource) -> dict[str, int]:
 
     If the store's root is above the checkpoint's folder, the files beside that folder count, too, and other folders
     there do not: they are other checkpoints of the run. Neither do universal checkpoints inside the folder.
-
-    Args:
-        source: the opened checkpoint.
     """
     metadata = source.metadata
     if metadata.folder in metadata.files:  # a file that was opened by its name, whatever is beside it
@@ -50,11 +45,7 @@ def find_unread(source: OpenSource) -> dict[str, int]:
 
 
 def small_enough(unread: Mapping[str, int]) -> Iterator[str]:
-    """The files that are kept as assets although their meaning is unknown.
-
-    Args:
-        unread: sizes by key.
-    """
+    """The files that are kept as assets although their meaning is unknown."""
     room, count = _MAX_KEPT_BYTES, 0
     for key, size in unread.items():
         if size <= min(_MAX_FILE_BYTES, room) and count < _MAX_KEPT:

@@ -69,23 +69,6 @@ from ucformat.sources.pickle.stand_ins import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = [
-    "SMALL",
-    "all_equal",
-    "array_dtype_text",
-    "from_json",
-    "is_flattened",
-    "is_special",
-    "json_key",
-    "numpy_dtype",
-    "packed",
-    "plain_form",
-    "references",
-    "to_json",
-    "unkey",
-    "without_class",
-]
-
 SMALL = 64 << 10  # bytes of a tensor up to which it is stored inside the JSON
 _MAX_DEPTH = 200
 _MAX_NODES = 5_000_000
@@ -106,17 +89,10 @@ def to_json(
     """Convert an unpickled value to its JSON form.
 
     Args:
-        value: the value, with stand-ins for tensors and objects.
         read: gives the row-major bytes of a tensor; None: tensors are errors.
         spill: called with the path and each tensor of more than `small` bytes; adds it to the checkpoint's tensors and
             returns its name. None: such tensors are errors.
-        path: the path of the value, joined by dots, for `spill` and messages.
         small: bytes of a tensor up to which it is stored inside the JSON.
-        exact: keep the Python types of values (tuples, NumPy arrays and scalars, …).
-
-    Raises:
-        UnsupportedError: a value has no JSON form, is nested deeper than 200 levels (or contains itself), has more
-            than 5 million parts or a gigabyte of bytes, or contains a tensor without a `read` or `spill` for it.
     """
     return _Encoder(read, spill, small, exact).encode(value, path, 0)
 
@@ -282,11 +258,7 @@ def _array(value: NdArray, *, exact: bool) -> Any:
 
 
 def array_dtype_text(dtype: Any) -> str:
-    """The name of a NumPy dtype, as `numpy_dtype` takes it.
-
-    Args:
-        dtype: the dtype.
-    """
+    """The name of a NumPy dtype, as `numpy_dtype` takes it."""
     import numpy as np
 
     from ucformat.reading.dtypes import dtype_name
@@ -296,14 +268,7 @@ def array_dtype_text(dtype: Any) -> str:
 
 
 def numpy_dtype(text: str) -> Any:
-    """The NumPy dtype of a name: NumPy's own (`<f4`), or one of `ml_dtypes` (`bfloat16`).
-
-    Args:
-        text: the name.
-
-    Raises:
-        IntegrityError: there is no such dtype, or its elements are objects or have fields.
-    """
+    """The NumPy dtype of a name: NumPy's own (`<f4`), or one of `ml_dtypes` (`bfloat16`)."""
     import numpy as np
 
     from ucformat.reading import dtypes
@@ -329,14 +294,6 @@ def from_json(value: Any, makers: Mapping[str, Callable[..., Any]] = MappingProx
 
     Small tensors become NumPy arrays, dates and paths text, named tuples tuples, values of derived classes plain ones.
     `$ref`, `$opaque`, and objects of other classes than those of Python and NumPy remain as they are.
-
-    Args:
-        value: the JSON form.
-        makers: what makes the values of a form (`$opaque`, `$tensor`, `$dtype`, `$fields`, `$value`) or of a class,
-            instead.
-
-    Raises:
-        UpgradeNeeded: a form is of a newer version of ucformat.
     """
 
     def decode(inner: Any) -> Any:
@@ -394,14 +351,7 @@ def _scalar_maker(name: str) -> Callable[..., Any] | None:
 
 
 def unkey(key: str) -> str | int:
-    """The key of a dictionary that `json_key` has spelled.
-
-    Args:
-        key: the key in JSON.
-
-    Raises:
-        UpgradeNeeded: it is a form of a newer version of ucformat.
-    """
+    """The key of a dictionary that `json_key` has spelled."""
     if key.startswith("$int:"):
         return int(key[5:])
     if key.startswith("$") and not key.startswith("$$"):
@@ -471,11 +421,7 @@ def _hashable(value: Any) -> Any:
 
 
 def plain_form(value: Any) -> Any:
-    """The JSON form of a value without its Python type, as it is where types are not kept; its parts are not changed.
-
-    Args:
-        value: the JSON form.
-    """
+    """The JSON form of a value without its Python type, as it is where types are not kept; its parts are not changed."""
     if not isinstance(value, dict):
         return value
     if value.keys() == {"$packed"}:
@@ -503,60 +449,36 @@ def _is_of_class(value: Any) -> bool:
 
 
 def without_class(value: Any) -> Any:
-    """The JSON form of a value of a derived class as one of the class that it is derived from; any other as it is.
-
-    Args:
-        value: the JSON form.
-    """
+    """The JSON form of a value of a derived class as one of the class that it is derived from; any other as it is."""
     return value["$value"] if _is_of_class(value) else value
 
 
 def is_special(value: Any) -> bool:
-    """Whether a JSON form is that of a value other than a dictionary, a list, a text, a number or `None`.
-
-    Args:
-        value: the JSON form.
-    """
+    """Whether a JSON form is that of a value other than a dictionary, a list, a text, a number or `None`."""
     return isinstance(value, Mapping) and any(k.startswith("$") and not k.startswith(("$$", "$int:")) for k in value)
 
 
 def packed(value: Any) -> Any:
-    """The JSON form of an entry of PyTorch DCP, marked if DCP's own planners would save its parts as entries.
-
-    Args:
-        value: the JSON form of the entry's value.
-    """
+    """The JSON form of an entry of PyTorch DCP, marked if DCP's own planners would save its parts as entries."""
     plain = without_class(value)
     parts = isinstance(plain, Mapping) and (not is_special(plain) or "$dict" in plain)
     return {"$packed": value} if parts or (isinstance(plain, list) and is_flattened(plain)) else value
 
 
 def is_flattened(items: Sequence[Any]) -> bool:
-    """Whether DCP saves the items of a list as entries: if dictionaries are among them.
-
-    Args:
-        items: the JSON forms of the items.
-    """
+    """Whether DCP saves the items of a list as entries: if dictionaries are among them."""
     plain = map(without_class, items)
     return any((isinstance(v, dict) and not is_special(v)) or (isinstance(v, list) and is_flattened(v)) for v in plain)
 
 
 def all_equal(values: dict[str, Any]) -> bool:
-    """Whether all values are the same.
-
-    Args:
-        values: at least one value, by name.
-    """
+    """Whether all values are the same."""
     first = next(iter(values.values()))
     return all(type(v) is type(first) and v == first for v in values.values())
 
 
 def references(value: Any) -> Iterator[str]:
-    """The names of tensors that a value in JSON refers to.
-
-    Args:
-        value: the JSON form.
-    """
+    """The names of tensors that a value in JSON refers to."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if key == "$ref" and isinstance(inner, str):

@@ -24,21 +24,6 @@ if TYPE_CHECKING:
 
     from obstore.store import ObjectStore as Client
 
-__all__ = [
-    "BLOCKING_PROXY",
-    "SCHEMES",
-    "Options",
-    "Place",
-    "boto_client",
-    "boto_session",
-    "connect",
-    "keys_in_environment",
-    "parse",
-    "reject_secrets",
-    "s3_settings",
-    "service",
-]
-
 #: Cloud of each URL scheme.
 SCHEMES = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
@@ -90,14 +75,7 @@ class Place:
 
 
 def reject_secrets(url: str) -> None:
-    """Reject a URL that may contain a secret, without repeating it.
-
-    Args:
-        url: a URL of any scheme, or a chain of fsspec.
-
-    Raises:
-        UsageError: the URL contains a password or a signature.
-    """
+    """Reject a URL that may contain a secret, without repeating it."""
     learn_url(url)
     for part in url.split("::"):  # fsspec's chains
         scheme, _, rest = part.rpartition("://")
@@ -114,15 +92,7 @@ def _secret(scheme: str) -> UsageError:
 
 
 def parse(url: str) -> Place:
-    """Parse the URL of an object store.
-
-    Args:
-        url: a URL with one of `SCHEMES`.
-
-    Raises:
-        UsageError: the URL names no bucket, or contains a secret, which the message does not repeat.
-        UnsafeError: its path leaves the bucket.
-    """
+    """Parse the URL of an object store."""
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     cloud = SCHEMES[scheme]
@@ -144,15 +114,7 @@ def parse(url: str) -> Place:
 
 
 def connect(place: Place, options: Options) -> Client:
-    """Create a client, without sending anything; each process needs its own, because clients do not survive a fork.
-
-    Args:
-        place: the parsed URL.
-        options: endpoint, region, and limits of retries.
-
-    Raises:
-        UsageError: the endpoint contains a password.
-    """
+    """Create a client, without sending anything; each process needs its own, because clients do not survive a fork."""
     from obstore import store
 
     common: dict[str, Any] = {
@@ -193,11 +155,7 @@ def connect(place: Place, options: Options) -> Client:
 
 
 def service(*parts: object) -> str:
-    """A digest of what determines, besides a URL, which service and account a client accesses; shows no secret.
-
-    Args:
-        parts: settings of the client, in addition to those in the environment.
-    """
+    """A digest of what determines, besides a URL, which service and account a client accesses; shows no secret."""
     named = sorted(f"{name}={value}" for name, value in os.environ.items() if value and _SERVICE.match(name.upper()))
     return hashlib.blake2b(repr([*parts, *named]).encode(), digest_size=16).hexdigest()
 
@@ -215,10 +173,6 @@ def _restrict_hosts(endpoints: Sequence[str], *hosts: str) -> dict[str, Any]:
     an Azure URL, which the next request sends as its referrer. Redirects cannot be disabled, and only one proxy can be
     set for all hosts. So all other hosts are behind a proxy that does not exist; but a proxy that the user's
     environment requires takes precedence.
-
-    Args:
-        endpoints: the URLs that the client has to reach.
-        hosts: other hosts that it may reach, with their subdomains.
     """
     from urllib.request import getproxies, proxy_bypass  # imports http.client and email: for object stores alone
 
@@ -230,11 +184,7 @@ def _restrict_hosts(endpoints: Sequence[str], *hosts: str) -> dict[str, Any]:
 
 
 def s3_settings(options: Options) -> tuple[str, str | None, Any]:
-    """The S3 endpoint (empty: Amazon's), the region, and a boto3 session if the environment contains no keys.
-
-    Args:
-        options: endpoint and region, which take precedence over the environment.
-    """
+    """The S3 endpoint (empty: Amazon's), the region, and a boto3 session if the environment contains no keys."""
     env = os.environ.get
     endpoint = options.endpoint or env("AWS_ENDPOINT_URL_S3") or env("AWS_ENDPOINT_URL") or ""
     session = None if keys_in_environment() else boto_session()
@@ -248,9 +198,6 @@ def s3_settings(options: Options) -> tuple[str, str | None, Any]:
 
 def boto_client(options: Options) -> Any:
     """A client of boto3 that reaches S3 as that of `connect` does.
-
-    Args:
-        options: endpoint, region, and limits of retries.
 
     Returns:
         The client; None if there is no boto3, or it does not know a setting of obstore's, or finds no credentials.
@@ -292,9 +239,6 @@ def boto_session() -> Any:
     """A boto3 session with credentials from profile files, single sign-on and so on; None without boto3.
 
     obstore itself supports the environment, web identities, containers and instances.
-
-    Raises:
-        PermissionDenied: boto3 rejects the configuration.
     """
     try:
         import boto3

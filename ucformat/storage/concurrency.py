@@ -12,16 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["RequestBudget", "map_io"]
-
 
 class RequestBudget:
-    """Limits the requests and bytes in flight; a request larger than the budget waits until it is the only one.
-
-    Args:
-        requests: maximum number of concurrent requests.
-        nbytes: maximum bytes in flight.
-    """
+    """Limits the requests and bytes in flight; a request larger than the budget waits until it is the only one."""
 
     def __init__(self, requests: int, nbytes: int) -> None:
         self.requests, self.nbytes = requests, nbytes
@@ -30,24 +23,14 @@ class RequestBudget:
         self.peak = 0  # maximum of bytes that were in flight at once
 
     def set(self, requests: int, nbytes: int) -> None:
-        """Change the limits.
-
-        Args:
-            requests: maximum number of concurrent requests.
-            nbytes: maximum bytes in flight.
-        """
+        """Change the limits."""
         with self._free:
             self.requests, self.nbytes = requests, nbytes
             self._free.notify_all()
 
     @contextmanager
     def take(self, requests: int, nbytes: int) -> Iterator[None]:
-        """Wait until a number of requests fits into the budget, and reserve it for the block.
-
-        Args:
-            requests: number of requests.
-            nbytes: bytes of all of them.
-        """
+        """Wait until a number of requests fits into the budget, and reserve it for the block."""
         with self._free:
             self._free.wait_for(lambda: self._fits(requests, nbytes))
             self._requests += requests
@@ -80,10 +63,6 @@ def map_io(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     It starts with one call after another. Small files in the page cache cost only CPU time, and the GIL lets one thread
     run: eight threads took four times as long to open 100,000 files. Once calls turn out to wait, the rest runs in
     threads, in copies of the caller's context.
-
-    Args:
-        call: the function.
-        items: its arguments.
 
     Returns:
         the results in the order of the items; the first error is raised.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["CRC32C_SHIFT", "CRC32_SHIFT", "CrcShift"]
-
 _Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 

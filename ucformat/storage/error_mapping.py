@@ -19,8 +19,6 @@ from ucformat.storage.clouds import BLOCKING_PROXY
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["is_failed_precondition", "is_transient", "map_object_error", "mapping_os_errors", "retry"]
-
 T = TypeVar("T")
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -38,18 +36,6 @@ def retry(action: str, name: str, call: Callable[[], T], deadline: float) -> T:
 
     obstore itself retries requests, but not after the body of an answer broke off. Waits grow and are random, so that
     ranks that failed together do not retry together.
-
-    Args:
-        action: verb of the request in error messages: read, write, list, ….
-        name: the object in error messages.
-        call: makes the request.
-        deadline: seconds after which a transient error is final.
-
-    Returns:
-        the result of `call`.
-
-    Raises:
-        NotFound, PermissionDenied, UcformatError: the request failed with a permanent error, or beyond the deadline.
     """
     begun, wait = time.monotonic(), _FIRST
     while True:
@@ -67,11 +53,7 @@ def retry(action: str, name: str, call: Callable[[], T], deadline: float) -> T:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether a request may succeed if repeated; one that writes may have been executed despite the error.
-
-    Args:
-        error: the error of obstore.
-    """
+    """Whether a request may succeed if repeated; one that writes may have been executed despite the error."""
     from obstore.exceptions import GenericError, JoinError
 
     if not isinstance(error, GenericError | JoinError | TimeoutError | ConnectionError):
@@ -83,24 +65,14 @@ def is_transient(error: Exception) -> bool:
 
 
 def is_failed_precondition(error: Exception) -> bool:
-    """Whether the condition of a put was not met.
-
-    Args:
-        error: the error of obstore.
-    """
+    """Whether the condition of a put was not met."""
     from obstore.exceptions import AlreadyExistsError, PreconditionError
 
     return isinstance(error, AlreadyExistsError | PreconditionError | FileExistsError)
 
 
 def map_object_error(error: Exception, action: str, name: str) -> UcformatError:
-    """The error of ucformat for an error of obstore.
-
-    Args:
-        error: the error.
-        action: verb of the request: read, write, list, ….
-        name: the object.
-    """
+    """The error of ucformat for an error of obstore."""
     from obstore.exceptions import NotSupportedError, PermissionDeniedError, UnauthenticatedError
 
     text = str(error)
@@ -138,12 +110,7 @@ _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EMLINK, errn
 
 @contextmanager
 def mapping_os_errors(action: str, name: str) -> Iterator[None]:
-    """Raise an OSError of the block as an error of ucformat.
-
-    Args:
-        action: verb of the operation: read, list, create, ….
-        name: the file in error messages.
-    """
+    """Raise an OSError of the block as an error of ucformat."""
     try:
         yield
     except UcformatError:  # some are built-in OSErrors too

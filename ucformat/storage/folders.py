@@ -18,42 +18,22 @@ from ucformat.settings import roots_with
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.local_files import Descriptor
 
-__all__ = ["Folders", "is_folder", "link_target", "reject_broken_link", "remove", "roots_hint", "with_parents"]
-
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Folders:
-    """Opens, creates and syncs folders below a root, by their keys; `""` is the root, whose own path may contain links.
-
-    Args:
-        root: absolute path of the root.
-    """
+    """Opens, creates and syncs folders below a root, by their keys; `""` is the root, whose own path may contain links."""
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
         self._made = False
 
     def open(self, folder: str) -> Descriptor:
-        """Open a folder.
-
-        Args:
-            folder: key of the folder.
-
-        Raises:
-            UnsafeError: its path contains a symbolic link.
-        """
+        """Open a folder."""
         return Descriptor(self._open_path(folder))
 
     def make(self, folder: str) -> Descriptor:
-        """Open a folder after creating it and its parents, if they are missing.
-
-        Args:
-            folder: key of the folder.
-
-        Raises:
-            UnsafeError: its path contains a symbolic link.
-        """
+        """Open a folder after creating it and its parents, if they are missing."""
         with mapping_os_errors("write", self._path(folder)):
             while True:
                 if not self._made:
@@ -65,16 +45,7 @@ class Folders:
                     self._made = False
 
     def check_same(self, folder: str, opened: Descriptor) -> None:
-        """Check that the path of a folder still leads to the folder that was opened.
-
-        Args:
-            folder: key of the folder.
-            opened: the folder as it was opened.
-
-        Raises:
-            UnsafeError: its path contains a symbolic link.
-            OSError: the folder is gone, or another one has its name.
-        """
+        """Check that the path of a folder still leads to the folder that was opened."""
         with suppress(OSError):
             if os.path.samestat(os.stat(self._path(folder)), os.fstat(opened.fd)):  # noqa: PTH116
                 return
@@ -82,25 +53,13 @@ class Folders:
         raise FileNotFoundError(errno.ENOENT, "another folder has its name by now")
 
     def sync(self, folder: str) -> None:
-        """Make the names in a folder durable; a missing folder has none.
-
-        Args:
-            folder: key of the folder.
-        """
+        """Make the names in a folder durable; a missing folder has none."""
         with mapping_os_errors("make durable", self._path(folder)), suppress(FileNotFoundError):
             opened = self.open(folder)
             sync_open_folder(opened.fd)
 
     def sync_upwards(self, folder: str, opened: Descriptor) -> None:
-        """Make durable the names in an open folder and in its parents, and check that its path is unchanged.
-
-        Args:
-            folder: key of the folder.
-            opened: the folder as it was opened.
-
-        Raises:
-            UcformatError: they may not be durable, or the path leads to another folder by now.
-        """
+        """Make durable the names in an open folder and in its parents, and check that its path is unchanged."""
         with mapping_os_errors("make durable", self._path(folder)):
             sync_open_folder(opened.fd)
         for above in with_parents(folder)[1:]:
@@ -128,11 +87,7 @@ class Folders:
 
 
 def with_parents(folder: str) -> list[str]:
-    """A folder and its parents, up to the root.
-
-    Args:
-        folder: key of the folder.
-    """
+    """A folder and its parents, up to the root."""
     found = [folder]
     while folder:
         folder = folder.rpartition("/")[0]
@@ -144,8 +99,6 @@ def is_folder(name: str, above: Descriptor, *, follow: bool = True) -> bool:
     """Whether a name in an open folder is a folder.
 
     Args:
-        name: the name.
-        above: the open folder.
         follow: whether a link to a folder counts as one (default: yes).
     """
     try:
@@ -155,26 +108,13 @@ def is_folder(name: str, above: Descriptor, *, follow: bool = True) -> bool:
 
 
 def remove(name: str, folder: Descriptor) -> None:
-    """Delete a file in an open folder, if it exists.
-
-    Args:
-        name: name of the file.
-        folder: the open folder.
-    """
+    """Delete a file in an open folder, if it exists."""
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder.fd)
 
 
 def reject_broken_link(path: Path, folder: Descriptor) -> None:
-    """Check that the name of a file is not a dangling symbolic link, through which nothing can be put.
-
-    Args:
-        path: path of the file.
-        folder: its folder, which is open.
-
-    Raises:
-        UnsafeError: it is; the message names the link.
-    """
+    """Check that the name of a file is not a dangling symbolic link, through which nothing can be put."""
     try:
         os.stat(path.name, dir_fd=folder.fd)
     except FileNotFoundError:
@@ -202,21 +142,12 @@ def _reject_link(path: str, name: str, above: int) -> None:
 
 
 def roots_hint(folder: str) -> str:
-    """A hint how to allow reading files in a folder.
-
-    Args:
-        folder: path or URL of the folder.
-    """
+    """A hint how to allow reading files in a folder."""
     return f"if files may be read there: {roots_with(folder)}, `roots` in config.toml, or open(place, roots=[…])"
 
 
 def link_target(root: str | os.PathLike[str], key: str) -> str:
-    """The target of the last symbolic link on the path of a file, or its folder if the target is the file.
-
-    Args:
-        root: path of a local root.
-        key: key of the file.
-    """
+    """The target of the last symbolic link on the path of a file, or its folder if the target is the file."""
     at = target = os.path.realpath(root)
     for name in key.split("/"):
         at = os.path.realpath(f"{at}/{name}")

@@ -19,8 +19,6 @@ from ucformat.storage.strided import fill
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["FsspecStore"]
-
 _TRIES = 5  # before reading a file that is rewritten again and again is given up
 _NAME = "\ue000"  # replaces the file's own name, which contains no secret, while secrets are removed
 

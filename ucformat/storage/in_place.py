@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Bytes, Store, Writer
     from ucformat.storage.multipart import Multipart
 
-__all__ = ["InPlaceFile", "PartsWriter", "Way", "way_of"]
-
 #: How files are written together: by positional writes, in parts of an upload, or each file by one process.
 Way = Literal["in place", "parts", "whole"]
 
@@ -42,11 +40,6 @@ class InPlaceFile:
 
     As a context manager, it closes on success: what this process has written is durable after the next `flush` of the
     store.
-
-    Args:
-        store: the store.
-        key: the key of the file.
-        nbytes: its size, which all writers give.
     """
 
     def __init__(self, store: LocalStore, key: str, nbytes: int) -> None:
@@ -64,12 +57,7 @@ class InPlaceFile:
             os.ftruncate(self._file.fd, nbytes)  # it has this size, or none
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Write bytes.
-
-        Args:
-            offset: of the first one in the file.
-            data: the bytes.
-        """
+        """Write bytes."""
         view, done = memoryview(data).cast("B"), 0
         with mapping_os_errors("write", str(self._path)):
             while done < len(view):
@@ -98,11 +86,7 @@ class InPlaceFile:
 
 
 def way_of(store: Store) -> tuple[Way, Multipart | None]:
-    """How files of a store are written together, and the uploads if it is in parts of these.
-
-    Args:
-        store: the store.
-    """
+    """How files of a store are written together, and the uploads if it is in parts of these."""
     if isinstance(store, LocalStore):
         return "in place", None
     while isinstance(store, WrappedStore) and store.url == store.inner.url:  # the keys are the same
@@ -118,10 +102,7 @@ class PartsWriter:
     and files that are written whole are visible.
 
     Args:
-        store: the store.
-        files: the key and the size of each file.
         way: how they are written; if whole, all parts of a file are written in order, and one file after the other.
-        uploads: the id of each file's upload, if it is in parts.
 
     Attributes:
         etags: of parts of uploads: the ETag of each, by file and part.
@@ -138,13 +119,7 @@ class PartsWriter:
         """Write a part; unless files are written whole, several threads may do so at once.
 
         Args:
-            file: the number of the file.
-            part: the number of the part in the file, if it is one of an upload.
             begin: the byte of the file at which it begins.
-            data: the bytes.
-
-        Raises:
-            UsageError: this process cannot write parts of uploads, although the one that began them can.
         """
         key, nbytes = self._files[file]
         if self._way == "parts":

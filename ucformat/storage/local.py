@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes, Checksums
 
-__all__ = ["LocalStore"]
-
 _LOCK = f"{HIDDEN}lock"
 _LARGE, _CACHED = 64 << 10, 1.5e9  # bytes of a large read; bytes a second that a page cache reaches
 _WRITEBACK = 32 << 20  # bytes after which write-back of a file that is being written starts
@@ -89,11 +87,7 @@ class LocalStore(Store):
         return str(self._root)
 
     def confined(self, allows: Callable[[str], bool]) -> LocalStore:
-        """A store of this folder that rejects files that a link places outside of it.
-
-        Args:
-            allows: whether a file at a path outside may be read all the same.
-        """
+        """A store of this folder that rejects files that a link places outside of it."""
         return LocalStore(self._root, allows)
 
     def info(self, key: str) -> Info:

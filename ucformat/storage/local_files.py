@@ -28,17 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-__all__ = [
-    "Descriptor",
-    "OpenFile",
-    "OpenFiles",
-    "PendingSyncs",
-    "file_info",
-    "prefetch",
-    "start_writeback",
-    "walk",
-]
-
 
 class Descriptor:
     """A file descriptor that is closed once: by `close`, or when this object is garbage-collected."""
@@ -81,11 +70,7 @@ class OpenFile(Descriptor):
         return bytes(data)
 
     def place(self, path: str) -> str:
-        """Its actual path, after following all links.
-
-        Args:
-            path: the path that was opened.
-        """
+        """Its actual path, after following all links."""
         try:
             return os.readlink(f"/proc/self/fd/{self.fd}")  # noqa: PTH115 - of the open file, even if it was renamed
         except OSError:  # not on Linux
@@ -106,11 +91,7 @@ class OpenFiles:
         self._changes = 0
 
     def get(self, key: str) -> OpenFile | None:
-        """The file if it is open; keep a reference while reading.
-
-        Args:
-            key: key of the file.
-        """
+        """The file if it is open; keep a reference while reading."""
         with self._lock:
             file = self._files.get(key)
             if file is not None:
@@ -118,12 +99,7 @@ class OpenFiles:
             return file
 
     def open(self, key: str, make: Callable[[str], OpenFile]) -> OpenFile:
-        """Open a file and keep it open.
-
-        Args:
-            key: key of the file.
-            make: opens the file of a key.
-        """
+        """Open a file and keep it open."""
         changes = self._changes
         file = make(key)
         with self._lock:
@@ -134,22 +110,13 @@ class OpenFiles:
         return file
 
     def drop_if_replaced(self, key: str, found: os.stat_result) -> None:
-        """Close a file if its key now names another file.
-
-        Args:
-            key: key of the file.
-            found: the result of `stat` for the key.
-        """
+        """Close a file if its key now names another file."""
         file = self._files.get(key)
         if file is not None and not os.path.samestat(os.fstat(file.fd), found):
             self.drop(key)
 
     def drop(self, key: str) -> None:
-        """Close a file that was replaced or removed.
-
-        Args:
-            key: key of the file.
-        """
+        """Close a file that was replaced or removed."""
         with self._lock:
             self._changes += 1
             self._files.pop(key, None)
@@ -171,11 +138,7 @@ _SMALL = 64 << 10  # bytes; smaller files are written at once by fsync, without 
 
 
 class PendingSyncs:
-    """The files and folders that a store has written and not yet made durable.
-
-    Args:
-        sync: syncs a folder, given its key.
-    """
+    """The files and folders that a store has written and not yet made durable."""
 
     def __init__(self, sync: Callable[[str], None]) -> None:
         self._sync = sync
@@ -190,13 +153,7 @@ class PendingSyncs:
         self._folders: set[str] = set()
 
     def add(self, file: Path, open_file: Descriptor, folders: Iterable[str]) -> None:
-        """Start writing back a file; `flush` syncs it and its folders, and closes it.
-
-        Args:
-            file: path of the file.
-            open_file: its descriptor, which this object closes.
-            folders: keys of the folders to sync after the file.
-        """
+        """Start writing back a file; `flush` syncs it and its folders, and closes it."""
         small = os.fstat(open_file.fd).st_size < _SMALL
         with self._lock:
             self._pool = self._pool or ThreadPoolExecutor(_THREADS, "ucformat-fsync")
@@ -207,11 +164,7 @@ class PendingSyncs:
                 self._sync_open()
 
     def add_folder(self, folder: str) -> None:
-        """Include a folder in the next `flush`.
-
-        Args:
-            folder: key of the folder.
-        """
+        """Include a folder in the next `flush`."""
         with self._lock:
             self._folders.add(folder)
 
@@ -223,20 +176,12 @@ class PendingSyncs:
         self._open = {}
 
     def covers(self, file: Path) -> bool:
-        """Whether the next `flush` includes a file.
-
-        Args:
-            file: path of the file.
-        """
+        """Whether the next `flush` includes a file."""
         with self._lock:
             return file in self._files or file in self._open
 
     def forget(self, deleted: Callable[[Path], bool]) -> None:
-        """Exclude deleted files from the next `flush`.
-
-        Args:
-            deleted: whether the file of a path was deleted.
-        """
+        """Exclude deleted files from the next `flush`."""
         with self._lock:
             self._open = {file: written for file, written in self._open.items() if not deleted(file)}
             self._files = {file: done for file, done in self._files.items() if not deleted(file)}
@@ -268,22 +213,13 @@ def prefetch(fd: int, offset: int, nbytes: int) -> None:
     """Ask the kernel to read a whole range from the disk at once; a hint, ignored where it is not supported.
 
     Otherwise a range that is read in pieces waits for the disk once for each: columns were read at half the speed.
-
-    Args:
-        fd: file descriptor.
-        offset: first byte.
-        nbytes: length of the range.
     """
     with suppress(OSError, AttributeError):  # there is no posix_fadvise on macOS
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def start_writeback(fd: int) -> None:
-    """Ask the kernel to start writing a file to disk; a hint, only on Linux. May block while its queue is full.
-
-    Args:
-        fd: file descriptor.
-    """
+    """Ask the kernel to start writing a file to disk; a hint, only on Linux. May block while its queue is full."""
     start = _sync_file_range()
     if start is not None:
         start(fd, 0, 0, 2)  # SYNC_FILE_RANGE_WRITE, to the end of the file
@@ -335,12 +271,7 @@ def _raise_error(file: Path, failed: Mapping[Path, OSError]) -> None:
 
 
 def file_info(key: str, s: os.stat_result) -> Info:
-    """The `Info` of a file.
-
-    Args:
-        key: key of the file.
-        s: its `stat`.
-    """
+    """The `Info` of a file."""
     return Info(key, s.st_size, f"{s.st_size}-{s.st_mtime_ns}-{s.st_ino}", s.st_mtime, changed=s.st_ctime_ns)
 
 
@@ -348,7 +279,6 @@ def walk(folder: Path, prefix: str) -> Iterator[Info]:
     """All files below a folder, in the order of their keys; linked folders are not entered.
 
     Args:
-        folder: path of the folder.
         prefix: key of the folder with a trailing slash, or empty; the keys begin with it.
     """
     entries: list[os.DirEntry[str]] = []

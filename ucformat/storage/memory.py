@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes, Checksums
 
-__all__ = ["MemoryStore"]
-
 
 @dataclass(frozen=True, slots=True)
 class _File:

@@ -17,54 +17,30 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Bytes
     from ucformat.storage.clouds import Place
 
-__all__ = ["Multipart"]
-
 _DENIED = {401, 403}
 
 
 class Multipart:
-    """Uploads to a bucket. Safe to use from several threads at once.
-
-    Args:
-        client: of boto3.
-        place: the bucket and the prefix of all keys.
-    """
+    """Uploads to a bucket. Safe to use from several threads at once."""
 
     def __init__(self, client: Any, place: Place) -> None:
         self._client, self._place = client, place
 
     def begin(self, key: str) -> str:
-        """Begin an upload, and return its id.
-
-        Args:
-            key: key of the object.
-        """
+        """Begin an upload, and return its id."""
         return str(self._request("write", "create_multipart_upload", key)["UploadId"])
 
     def put(self, key: str, upload: str, number: int, data: Bytes) -> str:
         """Put a part, replacing any existing one, and return its ETag.
 
         Args:
-            key: key of the object.
-            upload: the id of the upload.
-            number: of the part, from 0.
             data: at least 5 MiB, except of the last part.
         """
         part = {"UploadId": upload, "PartNumber": number + 1, "Body": bytes(data)}
         return str(self._request("write", "upload_part", key, **part)["ETag"])
 
     def complete(self, key: str, upload: str, etags: Sequence[str], nbytes: int) -> None:
-        """Make the object visible.
-
-        Args:
-            key: key of the object, which nobody else writes.
-            upload: the id of the upload.
-            etags: of all parts, in order.
-            nbytes: the size of the object.
-
-        Raises:
-            UcformatError: it was not completed, or the object has another size.
-        """
+        """Make the object visible."""
         parts = {"Parts": [{"PartNumber": n, "ETag": tag} for n, tag in enumerate(etags, 1)]}
         try:
             self._request("write", "complete_multipart_upload", key, UploadId=upload, MultipartUpload=parts)
@@ -75,12 +51,7 @@ class Multipart:
             raise UcformatError(f"{self._name(key)} has {size} bytes instead of {nbytes}", hint="save again")
 
     def abort(self, key: str, upload: str) -> None:
-        """Discard an upload and its parts.
-
-        Args:
-            key: key of the object.
-            upload: the id of the upload.
-        """
+        """Discard an upload and its parts."""
         self._request("delete", "abort_multipart_upload", key, UploadId=upload)
 
     def _size(self, key: str) -> int | None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from obstore.store import ObjectStore as Client
 
-__all__ = ["BUDGET", "ObjectStore"]
-
 #: The budget that the reads of all object stores of this process share.
 BUDGET = RequestBudget(requests=128, nbytes=256 << 20)
 

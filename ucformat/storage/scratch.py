@@ -10,18 +10,11 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["thread_memory"]
-
 _own = threading.local()
 
 
 def thread_memory(use: str, nbytes: int) -> NDArray[np.uint8]:
-    """Return memory of this thread, the same at every call for a use, unless it has to grow.
-
-    Args:
-        use: names what it is used for; what is needed at the same time has different names.
-        nbytes: how much.
-    """
+    """Return memory of this thread, the same at every call for a use, unless it has to grow."""
     memory: NDArray[np.uint8] = getattr(_own, use, np.empty(0, np.uint8))
     if memory.size < nbytes:
         memory = np.empty(nbytes, np.uint8)

@@ -17,17 +17,12 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["Answer", "Question", "RememberingStore"]
-
 
 class Question(NamedTuple):
     """A request to a store.
 
     Attributes:
-        store: the store's URL.
         call: `info`, `read`, `list`, or `begin` for the first entries of a listing that was not read to its end.
-        key: of the file or folder.
-        offset: of a read.
         nbytes: of a read; -1: to the end of the file.
     """
 
@@ -46,10 +41,6 @@ class RememberingStore(WatchedStore):
     """A watched store that asks each question once: those for bytes until `forget_bytes` is called, others always.
 
     Files that are known from `answers` alone are not compared at the end: that is for the process that has read them.
-
-    Args:
-        inner: the store.
-        answers: those that are known; new ones are added.
     """
 
     def __init__(self, inner: Store, answers: dict[Question, Answer]) -> None:

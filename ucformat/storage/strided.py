@@ -31,19 +31,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes, Checksums
 
-__all__ = [
-    "NATIVE",
-    "SHORT_ROW",
-    "checksum",
-    "copy",
-    "crc32",
-    "extend",
-    "fill",
-    "read_scattered",
-    "rows",
-    "write_all",
-]
-
 #: Bytes of rows that are cheaper to read into contiguous memory and to copy than to read directly into place.
 SHORT_ROW = 0 if NATIVE else 8 << 10
 
@@ -54,11 +41,7 @@ _RELEASE_GIL = 256 << 10  # bytes whose checksum takes longer than releasing and
 
 
 def rows(buffer: memoryview) -> Iterator[memoryview]:
-    """The contiguous parts of a buffer, in C order, each as a memoryview of bytes.
-
-    Args:
-        buffer: a C-contiguous buffer of any item type, or a strided buffer.
-    """
+    """The contiguous parts of a buffer, in C order, each as a memoryview of bytes."""
     if not buffer.nbytes:
         return
     if buffer.c_contiguous:
@@ -75,9 +58,7 @@ def fill(buffers: Sequence[memoryview], data: memoryview, crcs: Checksums | None
     """Copy bytes into buffers, one after another; large buffers past the processor's cache.
 
     Args:
-        buffers: writable buffers, as for `rows`.
         data: contiguous bytes, at least as many as the buffers have.
-        crcs: as for `extend`.
     """
     if NATIVE:
         _native_fill(buffers, data, crcs)
@@ -102,7 +83,6 @@ def copy(target: NDArray[np.generic], source: NDArray[np.generic]) -> None:
 
     Args:
         target: the array to copy to, which does not overlap the source.
-        source: an array of the same shape and dtype.
     """
     if NATIVE and all(a.ndim and (a.strides[-1] == a.itemsize or a.shape[-1] == 1) for a in (target, source)):
         _native_copy(target.data, source.data)
@@ -115,7 +95,6 @@ def extend(crcs: Checksums | None, buffers: Sequence[memoryview]) -> None:
 
     Args:
         crcs: the CRC-32C of what precedes each buffer (None: do nothing).
-        buffers: the buffers, as for `rows`.
     """
     if crcs is not None:
         crcs[:] = map(checksum, buffers, crcs)
@@ -125,7 +104,6 @@ def checksum(data: Bytes, before: int = 0) -> int:
     """The CRC-32C (Castagnoli, RFC 3720) of bytes.
 
     Args:
-        data: a buffer, as for `rows`.
         before: CRC-32C of preceding bytes to continue from (default: none).
     """
     if NATIVE:
@@ -141,7 +119,6 @@ def crc32(data: Bytes, before: int = 0) -> int:
     """The CRC-32 of bytes that zip files contain; zlib may take twenty times as long as `ucformat._native`.
 
     Args:
-        data: a buffer, as for `rows`.
         before: CRC-32 of preceding bytes to continue from (default: none).
     """
     if NATIVE:
@@ -153,12 +130,6 @@ def crc32(data: Bytes, before: int = 0) -> int:
 
 def read_scattered(fd: int, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None) -> int:
     """Read a contiguous range of a file into buffers, one after another.
-
-    Args:
-        fd: file descriptor.
-        offset: first byte.
-        buffers: writable buffers, as for `rows`.
-        crcs: as for `extend`.
 
     Returns:
         the number of bytes read, which is less than the size of the buffers only at the end of the file.
@@ -186,10 +157,6 @@ def write_all(fd: int, data: Bytes) -> None:
 
     Each system call that Python makes ends with waiting for the GIL: in a conversion with two threads these waits took
     as long as the writing itself.
-
-    Args:
-        fd: file descriptor.
-        data: a C-contiguous buffer.
     """
     view = memoryview(data)
     if not view.nbytes:

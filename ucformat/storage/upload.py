@@ -22,22 +22,13 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes
 
-__all__ = ["WRITE_ID", "ObjectWriter", "part_size", "put_on_condition", "unit_for", "write_id"]
-
 WRITE_ID = "ucfwriteid"  # metadata of an object: the request that wrote it; Azure requires an identifier as name
 
 _ATTEMPTS = 5  # at a put that concurrent writers disturb
 
 
 def write_id(client: Client, key: str, name: str, deadline: float) -> str | None:
-    """The write id of an object: empty if it has none, None if there is no object.
-
-    Args:
-        client: client of the bucket.
-        key: key of the object.
-        name: URL of the object in error messages.
-        deadline: seconds after which a transient error is final.
-    """
+    """The write id of an object: empty if it has none, None if there is no object."""
     import obstore
 
     def head() -> Any:
@@ -58,16 +49,7 @@ def put_on_condition(
     whether an earlier attempt succeeded.
 
     Args:
-        client: client of the bucket.
-        key: key of the object.
-        name: URL of the object in error messages.
-        data: its content.
-        mode: the condition, as obstore takes it: `create`, or the expected ETag and version.
         conflict: the error to raise if the condition is not met and the existing object is not ours.
-        deadline: seconds after which a transient error is final.
-
-    Raises:
-        Uncertain: it is unknown whether the object was written.
     """
     import obstore
 
@@ -115,20 +97,12 @@ class _Aborted(Exception):
 
 
 def unit_for(nbytes: int) -> int:
-    """The unit in which to write a file, so that it has no more parts than an upload may have.
-
-    Args:
-        nbytes: size of the file.
-    """
+    """The unit in which to write a file, so that it has no more parts than an upload may have."""
     return max(1, -(-nbytes // _MAX_PARTS))
 
 
 def part_size(unit: int) -> int:
-    """Bytes of a part: the smallest multiple of a unit that is large enough.
-
-    Args:
-        unit: the unit in bytes.
-    """
+    """Bytes of a part: the smallest multiple of a unit that is large enough."""
     return -(-_PART // unit) * unit
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ucformat.storage.cache.folder import CacheFolder
     from ucformat.storage.fsspec_store import FsspecStore
 
-__all__ = ["as_store", "as_strings", "open_cache", "open_store", "path_text", "split_url"]
-
 _PACKAGES = {  # scheme -> the package on PyPI that fsspec needs for it
     "hdfs": "pyarrow",
     "hf": "huggingface_hub",
@@ -39,14 +37,6 @@ def open_store(place: str | os.PathLike[str]) -> Store:
     """Open the store of a path, a `file://` or `memory://` URL, an object store, or any scheme that fsspec supports.
 
     Nothing is read or written yet.
-
-    Args:
-        place: the path or URL.
-
-    Raises:
-        UsageError: the scheme is unknown, or the URL contains a password or a signature.
-        UnsupportedError: the package for the scheme is not installed.
-        UnsafeError: the folder of the cache belongs to another user, or others may read or write there.
     """
     scheme, rest = split_url(place)
     if scheme in ("", "file"):
@@ -69,12 +59,7 @@ def open_store(place: str | os.PathLike[str]) -> Store:
 
 
 def open_cache() -> CacheFolder | None:
-    """Open the cache of files that are read over a network; None if none is configured.
-
-    Raises:
-        UnsafeError: its folder belongs to another user, or others may read or write there.
-        PermissionDenied: its folder cannot be created or opened.
-    """
+    """Open the cache of files that are read over a network; None if none is configured."""
     settings = load_settings()
     if settings.cache.lower() in ("", "none"):
         return None
@@ -84,32 +69,17 @@ def open_cache() -> CacheFolder | None:
 
 
 def as_strings(given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """A tuple of strings from one string or path, or from several.
-
-    Args:
-        given: a string or path, which is never split into its characters, or several of them.
-    """
+    """A tuple of strings from one string or path, or from several."""
     return (path_text(given),) if isinstance(given, str | bytes | os.PathLike) else tuple(map(path_text, given))
 
 
 def as_store(place: str | os.PathLike[str] | Store) -> Store:
-    """The store itself, or that of a path or URL, as `open_store` opens it.
-
-    Args:
-        place: the store, path or URL.
-    """
+    """The store itself, or that of a path or URL, as `open_store` opens it."""
     return cast("Store", place) if hasattr(place, "read_versioned") else open_store(cast("str", place))
 
 
 def path_text(place: object) -> str:
-    """The text of a path or URL.
-
-    Args:
-        place: the path or URL.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """The text of a path or URL."""
     text = os.fspath(place) if isinstance(place, str | os.PathLike) else None
     if not isinstance(text, str):
         raise UsageError(f"a place is a path or url, not {reprlib.repr(place)}", hint="pass a str or a pathlib.Path")
@@ -117,14 +87,7 @@ def path_text(place: object) -> str:
 
 
 def split_url(place: str | os.PathLike[str]) -> tuple[str, str]:
-    """Split a URL into its scheme (`""` for a path) and the rest; for a `file` URL the rest is the decoded path.
-
-    Args:
-        place: the path or URL.
-
-    Raises:
-        UsageError: the string is empty, or a `file` URL of another machine.
-    """
+    """Split a URL into its scheme (`""` for a path) and the rest; for a `file` URL the rest is the decoded path."""
     text = path_text(place)
     if not text:
         raise UsageError("an empty string names no place", hint="write `.` for this folder")

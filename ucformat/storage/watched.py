@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Checksums, Info, Ranges, Store
 
-__all__ = ["WatchedStore", "check_unchanged", "find_watched", "first_info"]
-
 Observer = Callable[[str, int, memoryview], None]
 
 _MAX_NAMED = 5  # changed files that an error names
@@ -62,11 +60,7 @@ class WatchedStore(WrappedStore):
                 observe(key, begin, data)
 
     def note(self, key: str) -> None:
-        """Record a file's version to compare it in the end; bytes read from now on are of this or a later version.
-
-        Args:
-            key: key of the file.
-        """
+        """Record a file's version to compare it in the end; bytes read from now on are of this or a later version."""
         if key not in self._read:
             if self._uses_info and key not in self._seen:
                 try:
@@ -77,18 +71,13 @@ class WatchedStore(WrappedStore):
             self._read[key] = None
 
     def recorded(self, key: str) -> Info | None:
-        """The version with which a file's version is compared in the end; None if there is none yet.
-
-        Args:
-            key: key of the file.
-        """
+        """The version with which a file's version is compared in the end; None if there is none yet."""
         return self._seen.get(key)
 
     def changed(self, ignore: Collection[str], among: Iterable[str] | None = None) -> list[str]:
         """The files that were read and have changed or are gone; requests the version of each once.
 
         Args:
-            ignore: file names that may change.
             among: only these files, if all of them were read (default: all files that were read).
         """
         read = list(self._read) if among is None else list(among)
@@ -155,11 +144,7 @@ class WatchedStore(WrappedStore):
 
 
 def find_watched(store: Store) -> WatchedStore | None:
-    """The WatchedStore inside a store's wrappers; None if there is none.
-
-    Args:
-        store: the store.
-    """
+    """The WatchedStore inside a store's wrappers; None if there is none."""
     while isinstance(store, WrappedStore):
         if isinstance(store, WatchedStore):
             return store
@@ -169,10 +154,6 @@ def find_watched(store: Store) -> WatchedStore | None:
 
 def first_info(store: Store, key: str) -> Info:
     """What is recorded of a file since its checkpoint was opened; requested if nothing is.
-
-    Args:
-        store: the store, or a wrapper of it.
-        key: key of the file.
 
     Raises:
         NotFound: there is no such file.
@@ -187,9 +168,6 @@ def check_unchanged(
     """Compare the version of every file that was read through a store with the one before its first byte was read.
 
     Args:
-        store: the store, or a wrapper of it.
-        outcome: the consequence for the caller's result, for the error message.
-        ignore: file names that may change.
         among: only these files (default: all); if one of them is computed, the files from which it is are among others.
 
     Raises:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Checksums, Costs, Info, Ranges, Store, Writer
 
-__all__ = ["CachedListingStore", "PrefixStore", "RecordingStore", "SyntheticStore", "WrappedStore", "gaps_of"]
-
 
 class WrappedStore:
     """Forwards every call to the inner store."""
@@ -117,13 +115,7 @@ class SyntheticStore(WrappedStore, ABC):
         """A range of a synthetic file; MissingData if the file is shorter."""
 
     def gaps(self, key: str, offset: int, nbytes: int) -> int:  # noqa: ARG002
-        """The bytes that are read of stored files in excess of a range that is computed from them, if that is known.
-
-        Args:
-            key: key of a file.
-            offset: first byte of the range.
-            nbytes: its bytes.
-        """
+        """The bytes that are read of stored files in excess of a range that is computed from them, if that is known."""
         return 0
 
     def info(self, key: str) -> Info:
@@ -154,14 +146,7 @@ class SyntheticStore(WrappedStore, ABC):
 
 
 def gaps_of(store: Store, key: str, offset: int, nbytes: int) -> int:
-    """As `SyntheticStore.gaps`, of the stores in a store's wrappers.
-
-    Args:
-        store: the store.
-        key: key of a file.
-        offset: first byte of the range.
-        nbytes: its bytes.
-    """
+    """As `SyntheticStore.gaps`, of the stores in a store's wrappers."""
     total = 0
     while isinstance(store, WrappedStore):
         total += store.gaps(key, offset, nbytes) if isinstance(store, SyntheticStore) else 0

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ucformat.schema.view import Labelled
 
-__all__ = ["PRESETS", "Steps", "expand", "load", "preset_steps", "read_steps"]
-
 _PresetSteps = list[dict[str, Any]]
 
 #: Name -> the options of the preset, and the function that returns its steps.
@@ -50,16 +48,6 @@ def preset_steps(
     """The steps of a preset, in the form of a layout file.
 
     Numbers that are not given as options come from Megatron's `args` or Hugging Face's `config.json`.
-
-    Args:
-        name: the preset's name, a key of `PRESETS`.
-        options: its options by name.
-        objects: the checkpoint's non-tensor values, by name.
-        assets: the checkpoint's assets, by name.
-        names: the names of the checkpoint's tensors.
-
-    Raises:
-        LayoutError: there is no such preset or option, or a number that it needs is unknown.
     """
     if name not in PRESETS:
         raise LayoutError(f"there is no preset {name!r}", hint=f"there are: {', '.join(PRESETS)}")
@@ -80,14 +68,8 @@ Steps = Layout | str | PathLike[str] | Sequence[Mapping[str, Any] | Step]
 def read_steps(steps: Steps) -> tuple[Labelled, ...]:
     """Read the steps of a view.
 
-    Args:
-        steps: a layout, the name of a preset, the path of a layout file, or steps in the form of such a file.
-
     Returns:
         The steps, each with its label for error messages.
-
-    Raises:
-        LayoutError: a step is not valid, or the file has no view; the message names the line or the step.
     """
     if isinstance(steps, Layout):
         return steps.view
@@ -107,14 +89,8 @@ def read_steps(steps: Steps) -> tuple[Labelled, ...]:
 def load(path: str | PathLike[str]) -> Layout | None:
     """Load the layout of a file.
 
-    Args:
-        path: the path of a layout file.
-
     Returns:
         The layout; None if the file has only a view.
-
-    Raises:
-        LayoutError: the file is not a valid layout.
     """
     model = read_document(Path(path))
     return Layout(**lower(model, Path(path))) if model.rules else None
@@ -124,7 +100,6 @@ def expand(steps: Sequence[Labelled], facts: Callable[[], ModelFacts]) -> tuple[
     """Replace each preset by its steps.
 
     Args:
-        steps: the steps with their labels.
         facts: returns the checkpoint's objects, assets and names of tensors; called only if there is a preset.
     """
     out: list[Labelled] = []

@@ -35,21 +35,13 @@ if TYPE_CHECKING:
 
     Locate = Callable[[Box], Iterable[Extent | Tiles]]
 
-__all__ = ["bytes_read", "gather", "in_order", "is_scattered"]
-
 _FEW = 64  # combinations of runs that are read one by one in any case
 _DENSE = 8  # all of a span is read if at least one index in so many is wanted
 _AT_ONCE = 4 << 20  # bytes that are read at once, gaps included
 
 
 def is_scattered(formula: Formula, locate: Locate, costs: Costs) -> bool:
-    """Whether indices are picked in memory; otherwise each run of them has extents of its own.
-
-    Args:
-        formula: the indices that are taken of a tensor.
-        locate: returns the extents of the tensor that intersect a box.
-        costs: how requests are merged.
-    """
+    """Whether indices are picked in memory; otherwise each run of them has extents of its own."""
     runs = clipped(formula.axes, Box.whole(formula.info.shape))
     if not all(runs) or math.prod(map(len, runs)) <= _FEW:
         return False
@@ -60,15 +52,7 @@ def is_scattered(formula: Formula, locate: Locate, costs: Costs) -> bool:
 
 
 def gather(store: Store, formula: Formula, locate: Locate, first: int, last: int) -> NDArray[np.generic]:
-    """Read a range of a tensor of scattered indices.
-
-    Args:
-        store: the store of the files.
-        formula: the indices.
-        locate: as for `is_scattered`.
-        first: the first element of the flattened tensor.
-        last: the element after the last.
-    """
+    """Read a range of a tensor of scattered indices."""
     info, out = formula.info, np.empty(last - first, numpy_dtype(formula.info.dtype))
     steps = row_major(info.shape)
     for box in flat_boxes(info.shape, first, last):
@@ -80,15 +64,7 @@ def gather(store: Store, formula: Formula, locate: Locate, first: int, last: int
 
 
 def bytes_read(store: Store, formula: Formula, locate: Locate, first: int, last: int) -> int:
-    """The bytes that are read for a range of a tensor of scattered indices.
-
-    Args:
-        store: the store of the files.
-        formula: the indices.
-        locate: as for `is_scattered`.
-        first: the first element of the flattened tensor.
-        last: the element after the last.
-    """
+    """The bytes that are read for a range of a tensor of scattered indices."""
     boxes = flat_boxes(formula.info.shape, first, last)
     parts = (part for box in boxes for part in _parts(formula, box, locate, store.costs))
     plans = (make_plan([_item(formula.info, locate, near)], "whole", store.costs) for _, _, near in parts)
@@ -99,9 +75,6 @@ def in_order(formula: Formula) -> tuple[Formula, Picks | None]:
     """The indices with those of the first dim in the order of the source.
 
     A range of the tensor has only some of these, so that each range would otherwise read from everywhere.
-
-    Args:
-        formula: the indices.
 
     Returns:
         The indices, and which of the first dim they were in the order in which they are wanted; None if it is the same.

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ucformat.views.model_config import ModelConfig
 
-__all__ = ["GPT2_FROM_OPTIONS", "GPT2_TO_OPTIONS", "gpt2_to_megatron", "megatron_to_gpt2"]
-
 Steps = list[dict[str, Any]]
 
 GPT2_FROM_OPTIONS = frozenset(("heads", "vocab"))
@@ -34,11 +32,7 @@ _TURNED = r"/(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|ml
 
 
 def megatron_to_gpt2(config: ModelConfig) -> Steps:
-    """The steps from Megatron's names and shapes to Hugging Face's.
-
-    Args:
-        config: the model's configuration.
-    """
+    """The steps from Megatron's names and shapes to Hugging Face's."""
     config.check_megatron()
     steps: Steps = [{"drop": ["*._extra_state"]}]
     if (vocab := config.given("vocab")) is not None:
@@ -72,11 +66,7 @@ def megatron_to_gpt2(config: ModelConfig) -> Steps:
 
 
 def gpt2_to_megatron(config: ModelConfig) -> Steps:
-    """The steps from Hugging Face's names and shapes to Megatron's.
-
-    Args:
-        config: the model's configuration.
-    """
+    """The steps from Hugging Face's names and shapes to Megatron's."""
     local = config.flag("local")
     first = "input_layernorm." if local else "self_attention.linear_qkv.layer_norm_"
     second = "pre_mlp_layernorm." if local else "mlp.linear_fc1.layer_norm_"

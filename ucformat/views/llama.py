@@ -17,21 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ucformat.views.model_config import ModelConfig
 
-__all__ = [
-    "LLAMA_FROM_OPTIONS",
-    "LLAMA_TO_OPTIONS",
-    "MIXTRAL_FROM_OPTIONS",
-    "MIXTRAL_TO_OPTIONS",
-    "attention_from_megatron",
-    "attention_to_megatron",
-    "llama_to_megatron",
-    "megatron_to_llama",
-    "megatron_to_mixtral",
-    "mixtral_to_megatron",
-    "stack_layers",
-    "unstack_layers",
-]
-
 Steps = list[dict[str, Any]]
 
 LLAMA_FROM_OPTIONS = frozenset(("heads", "groups", "vocab"))
@@ -49,12 +34,7 @@ _RENAMES = (
 
 
 def attention_from_megatron(config: ModelConfig, second_norm: str) -> Steps:
-    """The steps from Megatron for everything except the MLP.
-
-    Args:
-        config: the model's configuration.
-        second_norm: the target's name of the norm before the MLP.
-    """
+    """The steps from Megatron for everything except the MLP."""
     config.check_megatron()
     vocab, group = config.given("vocab"), config.heads // config.groups
     steps: Steps = [{"drop": _DROP_M}]
@@ -89,11 +69,7 @@ def attention_from_megatron(config: ModelConfig, second_norm: str) -> Steps:
 
 
 def megatron_to_llama(config: ModelConfig) -> Steps:
-    """The steps from Megatron's names and shapes to Hugging Face's.
-
-    Args:
-        config: the model's configuration.
-    """
+    """The steps from Megatron's names and shapes to Hugging Face's."""
     return [
         *attention_from_megatron(config, "post_attention_layernorm"),
         {
@@ -105,13 +81,7 @@ def megatron_to_llama(config: ModelConfig) -> Steps:
 
 
 def attention_to_megatron(config: ModelConfig, second_norm: str, *, own_norm: bool) -> Steps:
-    """The steps to Megatron for everything except the MLP.
-
-    Args:
-        config: the model's configuration.
-        second_norm: the source's name of the norm before the MLP.
-        own_norm: whether the norm before the MLP is a separate module even in Transformer Engine.
-    """
+    """The steps to Megatron for everything except the MLP."""
     local = config.flag("local")
     first = "input_layernorm." if local else "self_attention.linear_qkv.layer_norm_"
     second = "pre_mlp_layernorm." if local or own_norm else "mlp.linear_fc1.layer_norm_"
@@ -138,11 +108,7 @@ def attention_to_megatron(config: ModelConfig, second_norm: str, *, own_norm: bo
 
 
 def llama_to_megatron(config: ModelConfig) -> Steps:
-    """The steps from Hugging Face's names and shapes to Megatron's.
-
-    Args:
-        config: the model's configuration.
-    """
+    """The steps from Hugging Face's names and shapes to Megatron's."""
     return [
         *attention_to_megatron(config, "post_attention_layernorm", own_norm=False),
         {
@@ -170,11 +136,7 @@ _GROUPED = {
 
 
 def megatron_to_mixtral(config: ModelConfig) -> Steps:
-    """The steps from Megatron's names and shapes to Mixtral's files, or with the option `fused` to its module.
-
-    Args:
-        config: the model's configuration.
-    """
+    """The steps from Megatron's names and shapes to Mixtral's files, or with the option `fused` to its module."""
     steps = [*attention_from_megatron(config, "post_attention_layernorm"), _GROUPED]
     if config.flag("fused"):
         stack = f"/{_MOE_M}experts\\.local_experts\\.(?P<i>\\d+)\\.linear_fc%d\\.weight/"
@@ -197,11 +159,7 @@ def megatron_to_mixtral(config: ModelConfig) -> Steps:
 
 
 def mixtral_to_megatron(config: ModelConfig) -> Steps:
-    """The steps from Mixtral's names and shapes, of its files or of its module, to Megatron's.
-
-    Args:
-        config: the model's configuration.
-    """
+    """The steps from Mixtral's names and shapes, of its files or of its module, to Megatron's."""
     local = r"decoder.layers.\%d.mlp.experts.local_experts.%s.linear_fc%d.weight"
     steps: Steps = [
         *attention_to_megatron(config, "post_attention_layernorm", own_norm=True),

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from ucformat.views.viewed import Viewed
 
-__all__ = ["OUTDATED", "ModelConfig", "outdated"]
-
 _NORMS = "stores its norms less one (apply_layernorm_1p), which no view adds again"
 _ROTARY = "turns neighbouring elements of a head (rotary_interleaved), Hugging Face's models its two halves"
 _GATED = "gates the output of attention (attention_output_gate), for which the preset has no place"
@@ -31,8 +29,6 @@ def outdated(view: Viewed | None, assets: Iterable[str], objects: Mapping[str, A
 
     Args:
         view: the view that takes the part; None if there is none.
-        assets: the names of the checkpoint's assets.
-        objects: the checkpoint's non-tensor values, by name; of a sub-model that was converted, they list these names.
     """
     recorded = objects.get(OUTDATED)
     found = dict.fromkeys(n for n in recorded if isinstance(n, str)) if isinstance(recorded, list) else {}
@@ -49,10 +45,7 @@ class ModelConfig:
     """The options of a preset, and the data of the checkpoint from which the others are taken.
 
     Attributes:
-        preset: the preset's name.
-        options: the options that are given.
         objects: the checkpoint's non-tensor values, by name.
-        assets: the checkpoint's assets, by name.
         names: the names of the checkpoint's tensors.
     """
 
@@ -63,22 +56,11 @@ class ModelConfig:
     names: tuple[str, ...]
 
     def flag(self, name: str) -> bool:
-        """The value of a Boolean option; False if it is not given.
-
-        Args:
-            name: the option's name.
-        """
+        """The value of a Boolean option; False if it is not given."""
         return bool(self.options.get(name))
 
     def given(self, name: str) -> int | None:
-        """The value of a numeric option; None if it is not given.
-
-        Args:
-            name: the option's name.
-
-        Raises:
-            LayoutError: the value is not a positive integer.
-        """
+        """The value of a numeric option; None if it is not given."""
         value = self.options.get(name)
         if value is not None and (isinstance(value, bool) or value < 1):
             raise LayoutError(f"the preset {self.preset}: its option {name} must be at least 1, not {value}")

@@ -14,8 +14,6 @@ from ucformat.geometry.tensor import Extent
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Picks", "Run", "chosen", "clipped", "mapped", "source_box"]
-
 #: Consecutive indices: the first in the source, how many, and the position of the first in the result.
 Run = tuple[int, int, int]
 
@@ -43,12 +41,7 @@ class Picks:
         return self._begins[-1]
 
     def between(self, start: int, stop: int) -> Iterator[Run]:
-        """The runs of a range of the result.
-
-        Args:
-            start: first position in the result.
-            stop: position after the last.
-        """
+        """The runs of a range of the result."""
         at = bisect_right(self._begins, start) - 1
         while at < len(self.runs) and self._begins[at] < stop:
             (first, length), begin = self.runs[at], self._begins[at]
@@ -57,11 +50,7 @@ class Picks:
             at += 1
 
     def of(self, inner: Picks) -> Picks:
-        """These indices of other picks, as indices of what those are taken from.
-
-        Args:
-            inner: the other picks.
-        """
+        """These indices of other picks, as indices of what those are taken from."""
         return Picks(tuple((s, n) for start, length in self.runs for s, n, _ in inner.between(start, start + length)))
 
 
@@ -72,11 +61,6 @@ def chosen(indices: Sequence[int | str] | None, first: int | None, count: int | 
         indices: indices, and ranges without their end, such as `8:16`; None: the first.
         first: how many of the first, if there are no `indices`.
         count: how many there are; None: the caller checks it.
-        what: what has them, for error messages.
-        noun: what is counted, for error messages.
-
-    Raises:
-        LayoutError: an index is out of range or named twice, or a range is empty.
     """
     runs = [(0, first or 0)] if indices is None else []
     for index in indices or ():
@@ -96,12 +80,7 @@ def chosen(indices: Sequence[int | str] | None, first: int | None, count: int | 
 
 
 def clipped(axes: Sequence[Picks | None], within: Box) -> list[list[Run]]:
-    """The runs of each dim for a box of the result, in the order of the source.
-
-    Args:
-        axes: the picks along each dim; None: all indices.
-        within: the box of the result.
-    """
+    """The runs of each dim for a box of the result, in the order of the source."""
     return [
         [(start, length, start)] if axis is None else sorted(axis.between(start, start + length))
         for axis, start, length in zip(axes, within.start, within.shape, strict=True)
@@ -123,7 +102,6 @@ def mapped(runs: Sequence[Sequence[Run]], extents: Iterable[Extent]) -> Iterator
 
     Args:
         runs: of each dim, in the order of the source.
-        extents: the extents of the source.
     """
     starts = [[start for start, _, _ in of_dim] for of_dim in runs]
     for e in extents:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ucformat.schema.view import Take
     from ucformat.views.table import Table
 
-__all__ = ["cast", "fused", "meaned", "split", "stacked", "taken", "transposed", "trimmed", "unstacked"]
-
 Shape = tuple[int, ...]
 Named = Sequence[tuple[str, Entry]]
 
@@ -31,12 +29,7 @@ def transposed(name: str, entry: Entry, axes: Sequence[int] | None) -> Entry:
     """Permute the dims of a tensor.
 
     Args:
-        name: the tensor's name.
-        entry: the tensor.
         axes: for each new dim the old one (None: reverse the dims).
-
-    Raises:
-        LayoutError: the axes are not a permutation of the dims.
     """
     order = tuple(reversed(range(len(entry.shape)))) if axes is None else tuple(axes)
     if sorted(order) != list(range(len(entry.shape))):
@@ -51,17 +44,7 @@ def transposed(name: str, entry: Entry, axes: Sequence[int] | None) -> Entry:
 
 
 def trimmed(name: str, entry: Entry, dim: int, size: int) -> Entry:
-    """Keep the first indices along a dim.
-
-    Args:
-        name: the tensor's name.
-        entry: the tensor.
-        dim: the dim.
-        size: the number of indices that are kept.
-
-    Raises:
-        LayoutError: the tensor has no such dim, or fewer indices.
-    """
+    """Keep the first indices along a dim."""
     _check_dim(name, entry, dim)
     if size > entry.shape[dim]:
         raise LayoutError(f"{name} has the shape {entry.shape}: dim {dim} has fewer than {size} indices")
@@ -69,17 +52,7 @@ def trimmed(name: str, entry: Entry, dim: int, size: int) -> Entry:
 
 
 def taken(table: Table, name: str, entry: Entry, step: Take) -> Entry:
-    """Take indices along a dim, in their order.
-
-    Args:
-        table: the table that gets the formulas.
-        name: the tensor's name.
-        entry: the tensor.
-        step: the dim and the indices.
-
-    Raises:
-        LayoutError: the tensor has no such dim or index, the dim cannot be divided so, or an index is named twice.
-    """
+    """Take indices along a dim, in their order."""
     _check_dim(name, entry, step.dim)
     length = entry.shape[step.dim]
     blocks = length if step.of is None else step.of
@@ -100,18 +73,7 @@ def split(
     """Split a tensor along a dim, which consists of `repeat` blocks, each with a part of every new tensor.
 
     Args:
-        name: the tensor's name.
-        entry: the tensor.
-        into: the names of the new tensors.
-        dim: the dim.
         sizes: the widths or proportions of the new tensors (None: equal parts).
-        repeat: the number of blocks.
-
-    Returns:
-        The new tensors with their names.
-
-    Raises:
-        LayoutError: the tensor has no such dim, or it cannot be split so.
     """
     _check_dim(name, entry, dim)
     length, parts = entry.shape[dim], sizes or [1] * len(into)
@@ -143,17 +105,7 @@ def _taken(view: View, name: str, dim: int, runs: Iterable[tuple[int, int]]) -> 
 
 
 def fused(name: str, members: Named, dim: int, repeat: int) -> Entry:
-    """Concatenate tensors along a dim; each is cut into blocks, which are interleaved.
-
-    Args:
-        name: the name of the new tensor.
-        members: the tensors with their names.
-        dim: the dim.
-        repeat: the number of blocks of each tensor.
-
-    Raises:
-        LayoutError: a tensor has no such dim, or it cannot be cut so, or shapes, states or dtypes differ.
-    """
+    """Concatenate tensors along a dim; each is cut into blocks, which are interleaved."""
     for member, entry in members:
         _check_dim(member, entry, dim)
         if entry.shape[dim] % repeat:
@@ -182,16 +134,7 @@ def fused(name: str, members: Named, dim: int, repeat: int) -> Entry:
 
 
 def stacked(name: str, members: Named, dim: int) -> Entry:
-    """Stack tensors along a new dim.
-
-    Args:
-        name: the name of the new tensor.
-        members: the tensors with their names, in order.
-        dim: the new dim.
-
-    Raises:
-        LayoutError: there can be no such dim, or shapes, states or dtypes differ.
-    """
+    """Stack tensors along a new dim."""
     first = members[0][1].shape
     if dim > len(first):
         raise LayoutError(f"{members[0][0]} has the shape {first}: there is no place for a new dim {dim}")
@@ -209,21 +152,7 @@ def stacked(name: str, members: Named, dim: int) -> Entry:
 
 
 def unstacked(name: str, entry: Entry, into: str, dim: int, start: int) -> list[tuple[str, Entry]]:
-    """Make a tensor of each index of a dim, without that dim.
-
-    Args:
-        name: the tensor's name.
-        entry: the tensor.
-        into: the names of the new tensors, in which `{i}` is replaced by the number.
-        dim: the dim.
-        start: the first number.
-
-    Returns:
-        The new tensors with their names.
-
-    Raises:
-        LayoutError: the tensor has no such dim.
-    """
+    """Make a tensor of each index of a dim, without that dim."""
     _check_dim(name, entry, dim)
 
     def take(view: View, *, i: int, to: str) -> View:
@@ -238,18 +167,7 @@ def unstacked(name: str, entry: Entry, into: str, dim: int, start: int) -> list[
 
 
 def cast(table: Table, name: str, entry: Entry, states: set[str], dtype: str) -> Entry:
-    """Round states of a tensor to another floating-point dtype.
-
-    Args:
-        table: the table that gets the formulas.
-        name: the tensor's name.
-        entry: the tensor.
-        states: the states that are cast.
-        dtype: the new dtype.
-
-    Raises:
-        LayoutError: the old or the new dtype is not floating-point.
-    """
+    """Round states of a tensor to another floating-point dtype."""
 
     def change(view: View) -> View:
         if view.info.dtype == dtype:
@@ -266,16 +184,7 @@ def cast(table: Table, name: str, entry: Entry, states: set[str], dtype: str) ->
 
 
 def meaned(table: Table, name: str, members: Named) -> Entry:
-    """Average tensors, state by state.
-
-    Args:
-        table: the table that gets the formulas.
-        name: the name of the new tensor.
-        members: the tensors with their names.
-
-    Raises:
-        LayoutError: shapes, states or dtypes differ, or a dtype is not floating-point.
-    """
+    """Average tensors, state by state."""
     for member, entry in members:
         if entry.shape != members[0][1].shape:
             raise LayoutError(f"{member} has the shape {entry.shape}, {members[0][0]} {members[0][1].shape}")

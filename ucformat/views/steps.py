@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ucformat.schema.view import Labelled
     from ucformat.views.table import Table
 
-__all__ = ["Taken", "apply", "left_unreadable"]
-
 _FEW = 12  # numbers that an error lists
 
 
@@ -45,15 +43,8 @@ class Taken:
 def apply(table: Table, steps: Sequence[Labelled]) -> list[Taken]:
     """Apply steps in order.
 
-    Args:
-        table: the tensors, which are changed in place.
-        steps: the steps with their labels for error messages.
-
     Returns:
         For each step the tensors that it took and made.
-
-    Raises:
-        LayoutError: a step cannot be applied; the message names the step and the tensor.
     """
     return [_apply(table, label, step) for label, step in steps]
 
@@ -75,12 +66,7 @@ def _apply(table: Table, label: str, step: Any) -> Taken:
 
 
 def left_unreadable(unreadable: Mapping[Key, str], steps: Sequence[Labelled]) -> dict[Key, str]:
-    """The tensors that cannot be read, after steps: some keep or drop them, others change their names or not at all.
-
-    Args:
-        unreadable: the reason of each.
-        steps: the steps.
-    """
+    """The tensors that cannot be read, after steps: some keep or drop them, others change their names or not at all."""
     left = dict(unreadable)
     for _, step in steps:
         match step:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from ucformat.views.picks import Picks
 
-__all__ = ["Entry", "Formula", "Table", "compose", "identity", "part_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Formula:
@@ -50,11 +48,7 @@ class Entry:
 
 
 def identity(info: TensorInfo) -> View:
-    """The view that is a source tensor itself.
-
-    Args:
-        info: the source tensor.
-    """
+    """The view that is a source tensor itself."""
     return View(info, ((info.key, _all_of(info)),))
 
 
@@ -67,27 +61,13 @@ def part_of(view: View, target: Box, box: Box, axes: tuple[int | None, ...] | No
     """A part of a new tensor: a box that is taken from a view.
 
     Args:
-        view: the view.
-        target: the box of the new tensor.
-        box: the box of the view.
         axes: for each dim of the new tensor the view's dim, None for a new one (default: the same dims).
     """
     return view, Part.aligned(target, box) if axes is None else Part(target, box, axes)
 
 
 def compose(info: TensorInfo, parts: Iterable[tuple[View, Part]]) -> View:
-    """Compose a tensor of boxes of views.
-
-    Args:
-        info: the new tensor.
-        parts: its parts, each with the view that it is taken from.
-
-    Returns:
-        A view of the sources of these views.
-
-    Raises:
-        CoverageError: the parts do not cover the tensor.
-    """
+    """Compose a tensor of boxes of views."""
     found = ((source, _through(part, inner)) for view, part in parts for source, inner in view.parts)
     return View(info, tuple((source, p) for source, p in found if p is not None))
 
@@ -121,13 +101,7 @@ class Table:
 
     @classmethod
     def of(cls, tensor_list: TensorList, aliases: Mapping[str, str], means: Mapping[Key, Sequence[Key]]) -> Table:
-        """The table of a source.
-
-        Args:
-            tensor_list: the source's tensors.
-            aliases: further name -> name of a tied tensor.
-            means: the tensors that the source stores as several contributions, whose mean they are.
-        """
+        """The table of a source."""
         table = cls({})
         states: dict[str, dict[str, View]] = {}
         for info in tensor_list.tensors:
@@ -146,14 +120,7 @@ class Table:
         return table
 
     def computed(self, formula: Formula) -> View:
-        """Add a computed tensor, which becomes a source like any other; tied tensors share one.
-
-        Args:
-            formula: its formula.
-
-        Returns:
-            A view of it.
-        """
+        """Add a computed tensor, which becomes a source like any other; tied tensors share one."""
         info = formula.info
         inputs = tuple((view.info.shape, view.parts) for view in formula.inputs)
         key = self._known.setdefault(
@@ -164,13 +131,7 @@ class Table:
         return renamed(identity(replace(info, name=key.name, state=key.state)), info.name, info.state)
 
     def taken(self, view: View, dim: int, picks: Picks) -> View:
-        """Take indices of a tensor along a dim; those of a tensor that was taken itself are taken at once.
-
-        Args:
-            view: the tensor.
-            dim: the dim.
-            picks: the indices.
-        """
+        """Take indices of a tensor along a dim; those of a tensor that was taken itself are taken at once."""
         shape = view.info.shape
         if picks.runs == ((0, shape[dim]),):
             return view
@@ -186,15 +147,7 @@ class Table:
         return self.computed(Formula(info, "take", (source,), axes))
 
     def put(self, old: Mapping[str, Sequence[tuple[str, Entry]]], step: str) -> None:
-        """Replace entries in place.
-
-        Args:
-            old: for each entry that is replaced, by name, the new entries with their names.
-            step: the label of the step, for error messages.
-
-        Raises:
-            LayoutError: two entries would have the same name.
-        """
+        """Replace entries in place."""
         found: dict[str, Entry] = {}
         for name, entry in self.entries.items():
             for to, new in old.get(name, ((name, entry),)):

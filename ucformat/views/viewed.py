@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.views.table import Entry, Formula
 
-__all__ = ["ComputedFile", "ComputedStore", "Viewed", "computed_extent", "file_name", "inputs_of"]
-
 _PREFIX = f"{HIDDEN}computed/"  # no file of a checkpoint can have such a key
 
 
@@ -47,31 +45,17 @@ class ComputedFile:
 
 
 def file_name(level: int, number: int) -> str:
-    """The key of a computed tensor's file.
-
-    Args:
-        level: the number of views below this one: views of views share a store.
-        number: the tensor's number among those that the view computes.
-    """
+    """The key of a computed tensor's file."""
     return f"{_PREFIX}{level}/{number}"
 
 
 def computed_extent(info: TensorInfo, file: str) -> Extent:
-    """The extent of a computed tensor.
-
-    Args:
-        info: the tensor.
-        file: the key of its file.
-    """
+    """The extent of a computed tensor."""
     return Extent(Box.whole(info.shape), file, 0, row_major(info.shape, info.itemsize))
 
 
 def inputs_of(store: Store, key: str) -> Iterator[tuple[TensorInfo, Iterable[Extent | Tiles]]] | None:
     """The inputs of a computed file.
-
-    Args:
-        store: the store of a view, perhaps wrapped.
-        key: the file's key.
 
     Returns:
         The tensors that it is computed from with their extents; None if it is not computed.
@@ -94,22 +78,13 @@ class ComputedStore(SyntheticStore):
     def computed(self, key: str) -> ComputedFile | None:
         """Look up a computed file.
 
-        Args:
-            key: its key.
-
         Returns:
             The file; None if it is not one of these.
         """
         return self._files.get(key)
 
     def gaps(self, key: str, offset: int, nbytes: int) -> int:
-        """The bytes that are read along with a range of a file of scattered indices.
-
-        Args:
-            key: the file's key.
-            offset: first byte of the range.
-            nbytes: its bytes.
-        """
+        """The bytes that are read along with a range of a file of scattered indices."""
         file = self._files.get(key)
         if file is None or file.formula.operation != "take":
             return 0
@@ -203,7 +178,6 @@ class Viewed:
         """The extents of a view of the source's tensors.
 
         Args:
-            view: the view.
             within: only extents that intersect this box of it (default: all).
         """
         if len(view.parts) == 1:
@@ -215,18 +189,11 @@ class Viewed:
         yield from view.extents(self._single_extents, within)
 
     def means(self, key: Key) -> Iterator[ComputedFile]:
-        """The means of which a tensor consists, wholly or in part.
-
-        Args:
-            key: the tensor.
-        """
+        """The means of which a tensor consists, wholly or in part."""
         return (file for file, _ in self.computed(key) if file.formula.operation == "mean")
 
     def computed(self, key: Key) -> Iterator[tuple[ComputedFile, bool]]:
         """The casts and means of which a tensor consists, wholly or in part.
-
-        Args:
-            key: the tensor.
 
         Yields:
             The computed tensor, and whether a step (rather than the source) asks for it.

@@ -26,20 +26,13 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import Readable
 
-__all__ = ["DOCUMENT", "TensorArray"]
-
 DOCUMENT = "zarr.json"
 _MAX_DIGITS = 20  # of a chunk's index
 _MIN_STORED, _MAX_STORED = 64 << 10, 16 << 20  # bytes of a stored chunk that is a chunk of the array, too
 
 
 class TensorArray:
-    """A tensor as an array of the store.
-
-    Args:
-        source: the checkpoint.
-        info: the tensor.
-    """
+    """A tensor as an array of the store."""
 
     def __init__(self, source: Readable, info: TensorInfo) -> None:
         self.info, self._source = info, source
@@ -73,9 +66,6 @@ class TensorArray:
     def at(self, parts: list[str]) -> tuple[int, ...] | None:
         """The coordinates of a chunk.
 
-        Args:
-            parts: of the chunk's key, below the array's folder.
-
         Returns:
             The coordinates; None if the array has no such chunk.
         """
@@ -90,10 +80,7 @@ class TensorArray:
         Elements that exceed the tensor are set to the fill value.
 
         Args:
-            at: the coordinates of the first chunk.
             count: number of chunks that follow each other along the first dim.
-            start: the first byte.
-            stop: the byte after the last.
         """
         unit = self.info.itemsize
         shape = (self.chunk[0] * count, *self.chunk[1:]) if self.chunk else ()

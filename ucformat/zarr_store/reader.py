@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import Readable
     from ucformat.zarr_store.array import TensorArray
 
-__all__ = ["ChunkReader"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Request:
@@ -52,12 +50,7 @@ class _Request:
 
 
 class ChunkReader:
-    """Reads chunks for any number of event loops.
-
-    Args:
-        source: the checkpoint.
-        verify: which checksums to verify, as for `Tensor.read`.
-    """
+    """Reads chunks for any number of event loops."""
 
     def __init__(self, source: Readable, verify: Verify) -> None:
         self._source, self._verify = source, check_verify(verify)
@@ -66,14 +59,7 @@ class ChunkReader:
     async def read(self, array: TensorArray, at: tuple[int, ...], start: int, stop: int) -> NDArray[np.uint8]:
         """Read bytes of a chunk, together with what is asked for at the same time.
 
-        Args:
-            array: the array.
-            at: the coordinates of the chunk.
-            start: the first byte.
-            stop: the byte after the last.
-
         Raises:
-            ChecksumError: a chunk of the file does not match its checksum.
             Conflict: the file changed since the checkpoint was opened.
         """
         loop = asyncio.get_running_loop()

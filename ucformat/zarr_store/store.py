@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ucformat.reading.plan import Verify
     from ucformat.reading.readable import Readable
 
-__all__ = ["CheckpointStore", "Source"]
-
 #: Which the tests of zarr-python expect.
 _REFUSAL = "store was opened in read-only mode and does not support writing"
 
@@ -56,11 +54,6 @@ class CheckpointStore(Store):
     It cannot be written to. Nevertheless `read_only` is false, because `zarr.open_group(store)`, whose default mode is
     `a`, refuses stores of which it is true; `with_read_only(True)` returns one of these. It is pickled as the place,
     the options and the views of the checkpoint, which is opened again where it is unpickled.
-
-    Args:
-        checkpoint: the checkpoint.
-        verify: which checksums to verify, as for `Tensor.read`.
-        read_only: the value of `read_only`.
     """
 
     supports_writes = False
@@ -131,11 +124,6 @@ class CheckpointStore(Store):
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """The value of a key, or a range of its bytes; of a chunk, only these are read.
 
-        Args:
-            key: the key.
-            prototype: makes the buffer.
-            byte_range: the bytes (None: all).
-
         Returns:
             A buffer; None if there is no such key.
         """
@@ -156,28 +144,16 @@ class CheckpointStore(Store):
         """The values of several keys, or ranges of them; chunks are read together.
 
         Args:
-            prototype: makes the buffers.
             key_ranges: the keys, each with the bytes to read (None: all).
         """
         return list(await asyncio.gather(*(self.get(key, prototype, span) for key, span in key_ranges)))
 
     async def exists(self, key: str) -> bool:
-        """Whether there is a key; no chunk is read.
-
-        Args:
-            key: the key.
-        """
+        """Whether there is a key; no chunk is read."""
         return self._find(key) is not None
 
     async def getsize(self, key: str) -> int:
-        """The bytes of a value; no chunk is read.
-
-        Args:
-            key: the key.
-
-        Raises:
-            FileNotFoundError: there is no such key.
-        """
+        """The bytes of a value; no chunk is read."""
         found = self._find(key)
         if found is None:
             raise FileNotFoundError(key)
@@ -191,20 +167,12 @@ class CheckpointStore(Store):
             yield key
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """The keys that begin with a prefix.
-
-        Args:
-            prefix: the prefix.
-        """
+        """The keys that begin with a prefix."""
         for key in self._keys(prefix):
             yield key
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """The names directly below a path.
-
-        Args:
-            prefix: the path, perhaps with a slash at its end.
-        """
+        """The names directly below a path."""
         for name in self._children(prefix.strip("/")):
             yield name
 
@@ -242,40 +210,19 @@ class CheckpointStore(Store):
     # --- writing, which is refused
 
     async def set(self, key: str, value: Buffer) -> None:  # noqa: ARG002 - zarr's signature
-        """Refuse to write; the other methods that write do so, too.
-
-        Args:
-            key: ignored.
-            value: ignored.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse to write; the other methods that write do so, too."""
         self._refuse()
 
     async def delete(self, key: str) -> None:  # noqa: ARG002 - zarr's signature
-        """See `set`.
-
-        Args:
-            key: ignored.
-        """
+        """See `set`."""
         self._refuse()
 
     async def delete_dir(self, prefix: str) -> None:  # noqa: ARG002 - zarr's signature
-        """See `set`.
-
-        Args:
-            prefix: ignored.
-        """
+        """See `set`."""
         self._refuse()
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:  # noqa: ARG002 - zarr's signature
-        """See `set`.
-
-        Args:
-            key: ignored.
-            value: ignored.
-        """
+        """See `set`."""
         self._refuse()
 
     async def clear(self) -> None:

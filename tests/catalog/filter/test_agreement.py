@@ -15,7 +15,9 @@ from tests.catalog.filter.reference import matches, ordered
 from tests.catalog.filter.strategies import SUBJECTS, atoms_of, filters, sorts
 from tests.catalog.filter.world import NOW, WORLDS
 from ucformat.catalog import search
-from ucformat.catalog.filter import compile_filter, compile_sort, parse, unparse
+from ucformat.catalog.filter import parse
+from ucformat.catalog.filter.compile import compile_filter, compile_sort
+from ucformat.catalog.filter.syntax import unparse
 from ucformat.catalog.models import Checkpoint
 from ucformat.catalog.search import NEWEST, find_serials
 from ucformat.errors import UsageError
@@ -23,7 +25,7 @@ from ucformat.errors import UsageError
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from ucformat.catalog.filter import Node, Sort
+    from ucformat.catalog.filter.syntax import Node, Sort
 
 seeds = st.sampled_from(list(WORLDS))
 EXAMPLES = {"metric": 120, "paths": 60, "found": 300}

@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.catalog.filter.world import NOW
-from ucformat.catalog.filter import Names, check_known, compile_filter, parse, parse_sort, paths_of, unparse
-from ucformat.catalog.filter.syntax import Compare, IsNull, Key, Number, Sort, SortKey, Text
+from ucformat.catalog.filter import parse
+from ucformat.catalog.filter.check import Names, check_known, paths_of
+from ucformat.catalog.filter.compile import compile_filter
+from ucformat.catalog.filter.parse import parse_sort
+from ucformat.catalog.filter.syntax import Compare, IsNull, Key, Number, Sort, SortKey, Text, unparse
 from ucformat.errors import UsageError
 
 KNOWN = Names(frozenset({"val_loss", "val/acc"}), frozenset({("optimizer", "lr"), ("a.b", "c"), ("layers",)}))
@@ -187,7 +190,7 @@ def test_trees_made_by_hand_are_checked_too(node: Compare, message: str) -> None
 
 
 def test_what_is_made_by_hand_needs_a_zone_and_an_order() -> None:
-    from ucformat.catalog.filter import compile_sort
+    from ucformat.catalog.filter.compile import compile_sort
 
     with pytest.raises(UsageError, match="zone"):
         compile_filter(parse("age < 7d"), now=NOW.replace(tzinfo=None))

@@ -14,7 +14,8 @@ from sqlalchemy import create_engine, delete, func, insert, select, update
 
 from tests.catalog.filter.strategies import filters, sorts
 from tests.catalog.filter.world import NOW, WORLDS, store
-from ucformat.catalog.filter import compile_filter, compile_sort, parse, unparse
+from ucformat.catalog.filter import parse
+from ucformat.catalog.filter.compile import compile_filter, compile_sort
 from ucformat.catalog.filter.syntax import (
     MAX_LENGTH,
     And,
@@ -30,6 +31,7 @@ from ucformat.catalog.filter.syntax import (
     Sort,
     SortKey,
     Text,
+    unparse,
 )
 from ucformat.catalog.models import Checkpoint, Config, Metric, Tag
 from ucformat.errors import UsageError

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.catalog.filter.strategies import OPERATORS, any_text, filters, sorts
-from ucformat.catalog.filter import parse, parse_sort, unparse, used_keys, used_names
-from ucformat.catalog.filter.check import MULTIPLE, SCALARS, TENSOR
+from ucformat.catalog.filter import parse
+from ucformat.catalog.filter.check import MULTIPLE, SCALARS, TENSOR, used_keys, used_names
+from ucformat.catalog.filter.parse import parse_sort
 from ucformat.catalog.filter.syntax import (
     Age,
     And,
@@ -32,12 +33,12 @@ from ucformat.catalog.filter.syntax import (
     Sort,
     SortKey,
     Text,
+    unparse,
 )
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from ucformat.catalog.filter import Node
-    from ucformat.catalog.filter.syntax import Value
+    from ucformat.catalog.filter.syntax import Node, Value
 
 STEP, TAG, LOSS = Key(("step",)), Key(("tag",)), Key(("metric", "val_loss"))
 LR = Key(("config", "optimizer", "lr"))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import insert
 
+from ucformat.catalog.columns import Base
 from ucformat.catalog.models import (
     Alias,
-    Base,
     Checkpoint,
     Config,
     Digest,
@@ -24,7 +24,7 @@ from ucformat.catalog.models import (
     Tensor,
     TensorSet,
     Verification,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine, Insert

@@ -17,25 +17,6 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.filter.syntax import Atom, Key, Node, Span, Value
 
-__all__ = [
-    "DOCUMENTS",
-    "MULTIPLE",
-    "SCALARS",
-    "TENSOR",
-    "Kind",
-    "Names",
-    "Target",
-    "check",
-    "check_known",
-    "instant",
-    "nearest",
-    "paths_of",
-    "pointing_error",
-    "resolve",
-    "used_keys",
-    "used_names",
-]
-
 _MAX_MESSAGE = 400  # characters of a message, which may quote the filter
 _BEFORE, _AFTER = 60, 40  # characters of a long filter that are shown before and after the place
 
@@ -44,13 +25,7 @@ def pointing_error(message: str, text: str | None, at: Span | None, *, hint: str
     """An error that shows a place in a filter: the line, and carets under the place.
 
     Args:
-        message: what is wrong.
         text: the filter's text (None: only the message is shown).
-        at: the place in it (None: likewise).
-        hint: what to do about it.
-
-    Returns:
-        The error.
     """
     message = _short(message)
     hint = hint and _short(hint)
@@ -98,11 +73,7 @@ class Names:
         return sorted(metrics | {spell(("config", *path)) for path in self.configs})
 
     def has(self, key: Key) -> bool:
-        """Whether a metric or path exists; without any known names, all are accepted.
-
-        Args:
-            key: the key; one of another kind always exists.
-        """
+        """Whether a metric or path exists; without any known names, all are accepted."""
         root, *rest = key.parts
         path = tuple(rest)
         if root == "metric":
@@ -113,11 +84,7 @@ class Names:
 
 
 def used_names(node: Node | Sort) -> Names:
-    """The metrics and configuration paths that a filter or sort order uses.
-
-    Args:
-        node: the filter or order.
-    """
+    """The metrics and configuration paths that a filter or sort order uses."""
     keys = [key.parts for key in _keys(node)]
     return Names(
         frozenset(parts[1] for parts in keys if parts[0] == "metric" and len(parts) == 2),
@@ -126,16 +93,7 @@ def used_names(node: Node | Sort) -> Names:
 
 
 def check_known(node: Node | Sort, known: Names, text: str | None = None) -> None:
-    """Check that a filter or order only uses known metrics and configuration paths.
-
-    Args:
-        node: the filter or order.
-        known: the names that exist.
-        text: what it was parsed from, for the error to point into.
-
-    Raises:
-        UsageError: it uses another; the hint offers the nearest names.
-    """
+    """Check that a filter or order only uses known metrics and configuration paths."""
     for key in _keys(node):
         if not known.has(key):
             near = nearest(str(key), [name for name in known.spelled() if name.startswith(f"{key.parts[0]}.")])
@@ -145,20 +103,12 @@ def check_known(node: Node | Sort, known: Names, text: str | None = None) -> Non
 
 
 def used_keys(node: Node | Sort) -> set[str]:
-    """The keys that a filter or sort order uses, in the syntax of filters.
-
-    Args:
-        node: the filter or order.
-    """
+    """The keys that a filter or sort order uses, in the syntax of filters."""
     return set(map(str, _keys(node)))
 
 
 def paths_of(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The paths of all leaves of a configuration, as in `Names.configs`.
-
-    Args:
-        document: the configuration.
-    """
+    """The paths of all leaves of a configuration, as in `Names.configs`."""
     left: list[tuple[tuple[str, ...], Any]] = [((), document)]
     while left:
         path, value = left.pop()
@@ -169,15 +119,7 @@ def paths_of(document: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
-    """A hint that offers the options most similar to a name.
-
-    Args:
-        name: the name that does not exist.
-        options: those that do.
-
-    Returns:
-        The hint; None if no option is similar.
-    """
+    """A hint that offers the options most similar to a name."""
     found = get_close_matches(name[:_MAX_COMPARED], [option[:_MAX_COMPARED] for option in options], n=3)
     return f"did you mean {' or '.join(found)}?" if found else None
 
@@ -245,19 +187,7 @@ class Target:
 
 
 def resolve(key: Key, text: str | None = None, *, more: Iterable[str] = ()) -> Target:
-    """Resolve a key.
-
-    Args:
-        key: the key.
-        text: the filter that it is in, for the error to point into.
-        more: names that the hint may offer besides the keys of the language.
-
-    Returns:
-        What the key refers to, and its type.
-
-    Raises:
-        UsageError: there is no such key; the hint offers the nearest.
-    """
+    """Resolve a key."""
     root, *path = key.parts
     bare = SCALARS | MULTIPLE
 
@@ -301,16 +231,7 @@ _TAKES: dict[Kind, tuple[type, ...]] = {
 
 
 def check(node: Node | Sort, text: str | None = None, *, more: Iterable[str] = ()) -> None:
-    """Check the keys and types of a filter or order.
-
-    Args:
-        node: the filter or order.
-        text: what it was parsed from, for the error to point into.
-        more: names of keys that hints may offer besides those of the language.
-
-    Raises:
-        UsageError: a key is unknown, or compared with a value of the wrong type.
-    """
+    """Check the keys and types of a filter or order."""
     if isinstance(node, Sort):
         for by in node.keys:
             _check_sort(by.key, resolve(by.key, text, more=more), text)
@@ -326,17 +247,7 @@ def check(node: Node | Sort, text: str | None = None, *, more: Iterable[str] = (
 
 
 def instant(text: str) -> datetime:
-    """Parse an ISO 8601 time.
-
-    Args:
-        text: the time; without a zone it is in UTC.
-
-    Returns:
-        The time in UTC.
-
-    Raises:
-        ValueError: it is not a time.
-    """
+    """Parse an ISO 8601 time."""
     time = datetime.fromisoformat(text)
     try:
         return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)

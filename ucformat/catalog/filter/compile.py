@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
     Lift = Callable[[ColumnElement[bool]], ColumnElement[bool]]
 
-__all__ = ["check_names", "compile_filter", "compile_rows", "compile_sort"]
-
 
 @dataclass(frozen=True)
 class KeyColumn:
@@ -161,16 +159,8 @@ def compile_filter(node: Node, *, now: datetime, each: bool = False) -> ColumnEl
     """Compile a filter to a condition for `select(Checkpoint).where(…)`.
 
     Args:
-        node: the filter.
-        now: the time that ages and holds refer to, with a time zone.
         each: whether the query chooses a few checkpoints by something else, and tests each of them (default: the
             database is to find the checkpoints by this condition, with an index if it has one).
-
-    Returns:
-        The condition, which is never NULL.
-
-    Raises:
-        UsageError: the filter uses an unknown key or compares one with a value of the wrong type, or `now` has no zone.
     """
     if now.tzinfo is None:
         raise UsageError("the time of a filter needs a time zone", hint="such as datetime.now(UTC)")
@@ -180,10 +170,6 @@ def compile_filter(node: Node, *, now: datetime, each: bool = False) -> ColumnEl
 
 def compile_rows(node: Node, *, now: datetime) -> Select[Any] | None:
     """Compile a comparison to a query for the serials of the checkpoints that it finds by an index.
-
-    Args:
-        node: the filter.
-        now: as for `compile_filter`.
 
     Returns:
         The query; None if it is not a comparison, or there is no index for it.
@@ -322,15 +308,8 @@ def _ago(now: datetime, span: timedelta) -> datetime:
 def compile_sort(sort: Sort, *, now: datetime | None = None) -> list[ColumnElement[Any]]:  # noqa: ARG001
     """Compile a sort order to expressions for `select(Checkpoint).order_by(*…)`.
 
-    Args:
-        sort: the keys.
-        now: unused; for symmetry with `compile_filter`.
-
     Returns:
         The expressions: missing values come last; ties are broken by the time of recording, newest first.
-
-    Raises:
-        UsageError: a key is unknown or cannot be sorted by.
     """
     check(sort)
     ordered = []
@@ -370,14 +349,6 @@ def check_names(connection: Connection, node: Node | Sort, text: str | None = No
     """Check that some checkpoint has each metric and configuration path that a filter or order uses.
 
     In a catalog without metrics, or without configurations, any name is accepted.
-
-    Args:
-        connection: a transaction.
-        node: the filter or order.
-        text: what it was parsed from, for the error to point into.
-
-    Raises:
-        UsageError: no checkpoint has one of them; the hint offers the nearest names.
     """
     used = used_names(node)
     metrics = {name for name in used.metrics if _has_metric(connection, name)}

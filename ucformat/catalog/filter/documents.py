@@ -25,18 +25,11 @@ if TYPE_CHECKING:
     Within = Callable[[ColumnElement[Any]], ColumnElement[Any]]
     Test = Callable[["DocumentValue"], ColumnElement[bool]]
 
-__all__ = ["DocumentValue", "document_order", "document_test"]
-
 _BEYOND = 2**63  # integers of at least this magnitude are compared as floats
 
 
 def document_test(document: Any, path: Sequence[str], test: Test) -> ColumnElement[bool]:
     """Test the value at a path.
-
-    Args:
-        document: the JSON column.
-        path: names, or decimal indices into lists.
-        test: makes the condition on the value.
 
     Returns:
         The condition; false if there is no value at the path.
@@ -49,12 +42,7 @@ def document_order(document: Any, path: Sequence[str], within: Within = lambda v
     """Sort by the value at a path: numbers, then text, then `false` and `true`; everything else is NULL.
 
     Args:
-        document: the JSON column.
-        path: names, or decimal indices into lists.
         within: turns an expression on the document's row into one on the sorted row.
-
-    Returns:
-        The expressions to sort by, most significant first.
     """
     first, *others = map(within, _OnPostgres(document, path).order())
     return [by_engine(within(_on_sqlite(document, path).order()), first), *(by_engine(sa.null(), o) for o in others)]
@@ -91,12 +79,7 @@ class DocumentValue(ABC):
         """The bound as SQL; the least and the greatest, if it has two representations."""
 
     def compare(self, operator: str, value: Value) -> ColumnElement[bool]:
-        """It has the type of `value`, and the comparison is true.
-
-        Args:
-            operator: a key of OPERATORS.
-            value: the value to compare with.
-        """
+        """It has the type of `value`, and the comparison is true."""
         compared = OPERATORS[operator]
         match value:
             case Text(text):
@@ -108,11 +91,7 @@ class DocumentValue(ABC):
                 return self.among([value])
 
     def among(self, values: Sequence[Value]) -> ColumnElement[bool]:
-        """It equals one of the values.
-
-        Args:
-            values: values of any types.
-        """
+        """It equals one of the values."""
         texts = [_text(v.value) for v in values if isinstance(v, Text)]
         numbers = [v.value if isinstance(v, Number) else v.nbytes for v in values if isinstance(v, Number | Size)]
         found = [self._truth(wanted=t) for t in sorted({v.value for v in values if isinstance(v, Boolean)})]
@@ -124,11 +103,7 @@ class DocumentValue(ABC):
         return sa.or_(sa.false(), *found)
 
     def like(self, pattern: str) -> ColumnElement[bool]:
-        """It is text that matches a pattern.
-
-        Args:
-            pattern: the pattern, as in filters.
-        """
+        """It is text that matches a pattern."""
         return self._when_text(like(self.text, pattern))
 
 

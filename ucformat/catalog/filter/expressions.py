@@ -16,18 +16,6 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
     from sqlalchemy.sql.compiler import SQLCompiler
 
-__all__ = [
-    "OPERATORS",
-    "by_code_point",
-    "by_engine",
-    "compare_float",
-    "compare_integer",
-    "float_in",
-    "integer_in",
-    "is_long",
-    "like",
-]
-
 
 class _ByEngine(FunctionElement[Any]):
     """One expression written for SQLite and for PostgreSQL, in this order."""
@@ -53,33 +41,19 @@ class _Like(FunctionElement[bool]):
 
 
 def by_engine(sqlite: ColumnElement[Any], postgresql: ColumnElement[Any]) -> ColumnElement[Any]:
-    """An expression that differs between the databases.
-
-    Args:
-        sqlite: the expression on SQLite.
-        postgresql: the expression on PostgreSQL.
-    """
+    """An expression that differs between the databases."""
     both = _ByEngine(sqlite, postgresql)
     both.type = sqlite.type
     return both
 
 
 def by_code_point(text: ColumnElement[str]) -> ColumnElement[str]:
-    """Text that `<` and ORDER BY compare by code point.
-
-    Args:
-        text: the text, as SQL.
-    """
+    """Text that `<` and ORDER BY compare by code point."""
     return _ByCodePoint(text)
 
 
 def like(text: ColumnElement[str], pattern: str) -> ColumnElement[bool]:
-    """Match text with a LIKE pattern, case-sensitively; on SQLite by GLOB, since its LIKE ignores case.
-
-    Args:
-        text: the text, as SQL.
-        pattern: the pattern: `%` is any text, `_` any character, and a backslash escapes the next one.
-    """
+    """Match text with a LIKE pattern, case-sensitively; on SQLite by GLOB, since its LIKE ignores case."""
     return _Like(text, literal(pattern, Text), literal(_glob(pattern), Text))
 
 
@@ -124,22 +98,12 @@ _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
 def is_long(value: float) -> bool:
-    """Whether a number is an integer of 64 bits, which both databases store exactly.
-
-    Args:
-        value: the number.
-    """
+    """Whether a number is an integer of 64 bits, which both databases store exactly."""
     return isinstance(value, int) and _INT64_MIN <= value <= _INT64_MAX
 
 
 def compare_integer(column: ColumnElement[Any], operator: str, value: float) -> ColumnElement[bool]:
-    """Compare a column of integers with any number, such as 1.5 or 1e30, exactly.
-
-    Args:
-        column: the column.
-        operator: a key of OPERATORS.
-        value: the number.
-    """
+    """Compare a column of integers with any number, such as 1.5 or 1e30, exactly."""
     bound = math.floor(value)
     if bound != value:
         if operator == "=":
@@ -152,13 +116,7 @@ def compare_integer(column: ColumnElement[Any], operator: str, value: float) -> 
 
 
 def compare_float(column: ColumnElement[Any], operator: str, value: float) -> ColumnElement[bool]:
-    """Compare a column of floats with any number, such as an integer between two floats above 2**53, exactly.
-
-    Args:
-        column: the column.
-        operator: a key of OPERATORS.
-        value: the number.
-    """
+    """Compare a column of floats with any number, such as an integer between two floats above 2**53, exactly."""
     bound = float(value)
     if bound != value:  # Python compares them exactly
         if operator == "=":
@@ -172,22 +130,12 @@ def compare_float(column: ColumnElement[Any], operator: str, value: float) -> Co
 
 
 def integer_in(column: ColumnElement[Any], values: Iterable[float]) -> ColumnElement[bool]:
-    """Test whether a column of integers equals one of several numbers.
-
-    Args:
-        column: the column.
-        values: the numbers.
-    """
+    """Test whether a column of integers equals one of several numbers."""
     bounds = {math.floor(v) for v in values if math.floor(v) == v and is_long(math.floor(v))}
     return column.in_([literal(bound, BigInteger) for bound in sorted(bounds)]) if bounds else false()
 
 
 def float_in(column: ColumnElement[Any], values: Iterable[float]) -> ColumnElement[bool]:
-    """Test whether a column of floats equals one of several numbers.
-
-    Args:
-        column: the column.
-        values: the numbers.
-    """
+    """Test whether a column of floats equals one of several numbers."""
     bounds = {float(v) for v in values if float(v) == v}
     return column.in_([literal(bound, Float(53)) for bound in sorted(bounds)]) if bounds else false()

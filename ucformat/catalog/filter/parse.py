@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.filter.syntax import Node, Span, Value
 
-__all__ = ["parse", "parse_sort"]
-
 _MAX_DIGITS = 320  # a longer number is too large or too fine for a float
 _SIZES = {unit.upper(): size for unit, size in SIZE_UNITS.items()}
 
@@ -74,15 +72,7 @@ def parse(text: str, *, known: Names | None = None) -> Node:
     """Parse a filter such as `step > 1000 and tag = 'good'`.
 
     Args:
-        text: the filter, at most 10,000 characters.
         known: the metrics and configuration paths that exist (default: any may be used).
-
-    Returns:
-        The tree, which `unparse` turns into text again.
-
-    Raises:
-        UsageError: the text is not a filter, compares a key with a value of the wrong type, or uses a metric or
-            configuration path that is not `known`. The message shows the place.
     """
     node = cast("Node", _read(text, "filter"))
     _check(node, text, known)
@@ -95,12 +85,6 @@ def parse_sort(text: str, *, known: Names | None = None) -> Sort:
     Args:
         text: the order, at most 10,000 characters and 16 keys.
         known: the metrics and configuration paths that exist (default: any may be used).
-
-    Returns:
-        The keys, most significant first.
-
-    Raises:
-        UsageError: as `parse` raises it.
     """
     sort = cast("Sort", _read(text, "sort"))
     _check(sort, text, known)

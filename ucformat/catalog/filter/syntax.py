@@ -12,35 +12,6 @@ from ucformat.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "AGE_UNITS",
-    "MAX_LENGTH",
-    "SIZE_UNITS",
-    "Age",
-    "And",
-    "Atom",
-    "Boolean",
-    "Compare",
-    "In",
-    "IsNull",
-    "Key",
-    "Like",
-    "Node",
-    "Not",
-    "Number",
-    "Or",
-    "Size",
-    "Sort",
-    "SortKey",
-    "Span",
-    "Text",
-    "Value",
-    "atoms",
-    "operands",
-    "spell",
-    "unparse",
-]
-
 #: Characters of a filter, and parts of a key.
 MAX_LENGTH = 10_000
 MAX_PARTS = 32
@@ -161,11 +132,7 @@ def _check_number(value: float) -> None:
 
 
 def spell(parts: tuple[str, ...]) -> str:
-    """The text of a key, with parts in quotes that the grammar would not read back.
-
-    Args:
-        parts: the parts of the key.
-    """
+    """The text of a key, with parts in quotes that the grammar would not read back."""
     return ".".join(part if _bare(part, i) else '"' + part.replace('"', '""') + '"' for i, part in enumerate(parts))
 
 
@@ -319,29 +286,17 @@ class Sort:
 
 
 def unparse(node: Node | Sort) -> str:
-    """The text of a filter or sort order; parsing it gives an equal tree.
-
-    Args:
-        node: the filter or order.
-    """
+    """The text of a filter or sort order; parsing it gives an equal tree."""
     return str(node)
 
 
 def operands(node: Node) -> tuple[Node, ...]:
-    """The filters of which a filter is the conjunction.
-
-    Args:
-        node: the filter.
-    """
+    """The filters of which a filter is the conjunction."""
     return node.nodes if isinstance(node, And) else (node,)
 
 
 def atoms(node: Node) -> Iterator[Atom]:
-    """The comparisons of a filter, from left to right.
-
-    Args:
-        node: the filter.
-    """
+    """The comparisons of a filter, from left to right."""
     left = [node]
     while left:
         match left.pop():

@@ -13,8 +13,6 @@ from ucformat.cli.ui.text import bytes_text, count, field
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
 
-__all__ = ["cache"]
-
 
 @command
 @click.option("--clear", is_flag=True, help="Remove everything from it.")

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
     from ucformat.cli.ui.output import Output
 
-__all__ = ["info", "upgrade"]
-
 _STATES = ("committed", "deleted", "purging", "purged", "replaced")
 _SOURCES = {
     "flag": "the option --catalog",

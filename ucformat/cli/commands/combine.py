@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     #: Opens references, through the view if there is one.
     _Opened = Callable[[Sequence[str]], Sequence[Any]]
 
-__all__ = ["average", "merge"]
-
 
 def _numbers(_ctx: click.Context, _param: click.Parameter, given: str | None) -> list[float] | None:
     if given is None:

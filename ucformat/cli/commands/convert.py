@@ -38,8 +38,6 @@ from ucformat.cli.ui.written import print_written
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
 
-__all__ = ["convert", "copy", "materialize"]
-
 
 @command
 @SRC

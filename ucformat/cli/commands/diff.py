@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.compare import TensorDifference
 
-__all__ = ["diff"]
-
 _PARTS = ("config", "topology", "producer", "metrics", "tensors")
 _MAX_VALUE_ROWS = 20  # tensors that are listed although only their values differ
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.doctor import Diagnosis
 
-__all__ = ["doctor"]
-
 
 @command
 @click.argument("url", metavar="URL")

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ucformat.exporters.base import Target
     from ucformat.jobs.cost import Cost
 
-__all__ = ["export_command"]
-
 
 def __getattr__(name: str) -> click.Command:
     kind = name.replace("_", "-")
@@ -36,11 +34,7 @@ def __getattr__(name: str) -> click.Command:
 
 @lru_cache
 def export_command(kind: str) -> click.Command:
-    """The command of a format, with the options of its exporter.
-
-    Args:
-        kind: the format.
-    """
+    """The command of a format, with the options of its exporter."""
 
     def export(
         src: str,

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.reading.lazy import Index, Tensor
 
-__all__ = ["as_stored", "cast", "check_target", "get", "parse_slice", "save"]
-
 _MAX_PRINTED = 10_000  # values
 
 
@@ -162,17 +160,7 @@ _SLICE = re.compile(rf"{_INT}:{_INT}(?::{_INT})?", re.ASCII)
 
 
 def parse_slice(text: str) -> tuple[int | slice | EllipsisType, ...]:
-    """Parse a slice such as `0:512, 128:`.
-
-    Args:
-        text: the slice in NumPy's syntax, with or without brackets.
-
-    Returns:
-        The index for `tensor[...]`.
-
-    Raises:
-        UsageError: it is not a slice.
-    """
+    """Parse a slice such as `0:512, 128:`."""
     inside = text.strip()
     if inside.startswith("[") and inside.endswith("]"):
         inside = inside[1:-1].strip()
@@ -209,14 +197,7 @@ def cast(array: NDArray[Any], dtype: str | None) -> NDArray[Any]:
     """Cast an array.
 
     Args:
-        array: the array.
         dtype: the dtype, such as `float32` (None: as it is).
-
-    Returns:
-        The array in this dtype.
-
-    Raises:
-        UsageError: the cast would lose the imaginary part, the fraction or the sign.
     """
     if dtype is None:
         return array
@@ -242,11 +223,7 @@ def _kind(dtype: str) -> int:
 
 
 def as_stored(array: NDArray[Any]) -> NDArray[Any]:
-    """View dtypes that NumPy lacks as the unsigned integers of their bits, since `.npy` files cannot hold them.
-
-    Args:
-        array: the array.
-    """
+    """View dtypes that NumPy lacks as the unsigned integers of their bits, since `.npy` files cannot hold them."""
     import numpy as np
 
     from ucformat.reading.dtypes import dtype_name
@@ -258,14 +235,8 @@ def as_stored(array: NDArray[Any]) -> NDArray[Any]:
 def check_target(file: Path, *, force: bool) -> None:
     """Check that a file can be written, before anything is read.
 
-    Args:
-        file: the file.
-        force: it may exist.
-
     Raises:
-        Conflict: it exists.
         NotFound: its folder does not exist.
-        UsageError: it is a folder.
     """
     if not file.parent.is_dir():
         raise NotFound(f"there is no folder {file.parent} for {file.name}", hint=f"mkdir -p {file.parent}")
@@ -280,16 +251,7 @@ def _exists(file: Path) -> Conflict:
 
 
 def save(file: Path, array: NDArray[Any], *, force: bool) -> None:
-    """Write a `.npy` file atomically.
-
-    Args:
-        file: the file.
-        array: the array.
-        force: replace an existing file.
-
-    Raises:
-        Conflict: it exists.
-    """
+    """Write a `.npy` file atomically."""
     import numpy as np
 
     if file.exists() and not file.is_file():  # a device: written in place

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ucformat.catalog.entries import AliasEntry, MoveEntry
     from ucformat.cli.ui.output import Output
 
-__all__ = ["hold", "list_", "log", "metric", "note", "release", "rm", "set_", "tag", "untag"]
-
 
 @command
 @REF

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ucformat.jobs.fits import Fit
     from ucformat.reading.rank import ReadPlan
 
-__all__ = ["check", "fits", "plan", "schema"]
-
 _MAX_FILES = 5
 _SUMS = (
     "tensors",

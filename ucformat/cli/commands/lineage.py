@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ucformat.catalog.lineage import Lineage, LineageNode
     from ucformat.cli.ui.output import Output
 
-__all__ = ["lineage", "link"]
-
 _KINDS = ("resume", "finetune", "convert", "reshard", "merge", "average", "quantize")
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ucformat.catalog.rows import EventEntry
     from ucformat.cli.ui.output import Output
 
-__all__ = ["log"]
-
 
 @command
 @ref_argument("ref", "[REF]", optional=True)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ucformat.catalog.entries import Entry
     from ucformat.cli.ui.output import Output
 
-__all__ = ["KEYS", "Column", "ls", "parse_columns"]
-
 _ID_LENGTH = 12  # characters of an id that are shown to people
 
 #: The values of keys, besides metric.NAME and paths into config, topology and producer.
@@ -68,7 +66,6 @@ class Column:
     """A column of the table.
 
     Args:
-        key: the key, which is also the heading.
         value: returns the value of a checkpoint; None if it has none.
     """
 
@@ -87,29 +84,16 @@ class Column:
         return self.key not in (*_WHOLE, *_RIGHT)
 
     def right(self, entries: Sequence[Entry]) -> bool:
-        """Whether it is aligned right, as it has only numbers.
-
-        Args:
-            entries: the checkpoints.
-        """
+        """Whether it is aligned right, as it has only numbers."""
         values = [v for e in entries if (v := self._value(e)) is not None]
         return self.key in _RIGHT or bool(values and all(isinstance(v, int | float) for v in values))
 
     def empty(self, entries: Sequence[Entry]) -> bool:
-        """Whether no checkpoint has a value.
-
-        Args:
-            entries: the checkpoints.
-        """
+        """Whether no checkpoint has a value."""
         return not any(self._value(e) not in (None, (), []) for e in entries)
 
     def text(self, entry: Entry, *, short: bool) -> str:
-        """Format the value of a checkpoint.
-
-        Args:
-            entry: the checkpoint.
-            short: shorten ids, for people.
-        """
+        """Format the value of a checkpoint."""
         value = self._value(entry)
         match self.key:
             case _ if value is None:
@@ -145,17 +129,7 @@ def _text(value: Any) -> str:
 
 
 def parse_columns(text: str) -> list[Column]:
-    """Parse the option --columns.
-
-    Args:
-        text: keys, separated by commas.
-
-    Returns:
-        The columns.
-
-    Raises:
-        UsageError: there is no such key.
-    """
+    """Parse the option --columns."""
     from ucformat.errors import UsageError
 
     columns, at = [], 0

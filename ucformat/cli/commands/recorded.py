@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["Recorded", "look_up"]
-
 
 @dataclass(frozen=True)
 class Recorded:
@@ -32,12 +30,7 @@ class Recorded:
         return entry_data(self.entry) | {"parents": list(self.parents)}
 
     def lines(self, here: str | None, width: int | None) -> Iterator[str]:
-        """The lines for people.
-
-        Args:
-            here: the place that is shown already (None: none).
-            width: characters of a line (None: any).
-        """
+        """The lines for people."""
         for label, text in self._rows(here):
             yield from field(label, text, width)
 
@@ -92,11 +85,6 @@ def _verified(found: VerificationEntry) -> str:
 
 def look_up(ref: str, out: Output, *, tensors: bool = False) -> Recorded | None:
     """Look up a checkpoint in the catalog, and print a note if the catalog is not available.
-
-    Args:
-        ref: the reference.
-        out: prints the note.
-        tensors: also load its tensors (default: False).
 
     Returns:
         The checkpoint; None if the catalog does not have it, or there is no catalog.

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.register import Registered, Reindexed
 
-__all__ = ["register", "reindex"]
-
 _MAX_NAMED = 5  # unread files of a checkpoint
 
 TRUST = click.option(

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.gc import Collected
 
-__all__ = ["delete", "gc", "restore", "retain"]
-
 _REFS = ref_argument("refs", "REF…", many=True)
 
 _YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask for confirmation.")
@@ -80,15 +78,7 @@ def restore(refs: tuple[str, ...], out: Output) -> None:
 def _ignore_dependents(
     rows: Iterable[RetentionRow], ignored: Sequence[str], catalog: Catalog, out: Output, name: str
 ) -> None:
-    """Apply `--ignore-dependent` to the checkpoints of a plan that these need.
-
-    Args:
-        rows: the checkpoints that are kept.
-        ignored: the ids of dependents.
-        catalog: the catalog.
-        out: prints a note for ids without a record.
-        name: the command, for the audit log.
-    """
+    """Apply `--ignore-dependent` to the checkpoints of a plan that these need."""
     needed = [row for row in rows if {*ignored} & {*row.dependents}]
     ignore_dependents_of(ignored, [url for row in needed for url in catalog.get(row.id).urls], out, name)
 

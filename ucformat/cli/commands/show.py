@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["show"]
-
 _MAX_LISTED = 20  # unread files that are listed
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ucformat.catalog.sql import Table
     from ucformat.cli.ui.output import Output
 
-__all__ = ["sql"]
-
 _MAX_ROWS = 100
 _MEMORY = 1 << 30  # of SQLite
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.run import Report
 
-__all__ = ["verify"]
-
 
 @command
 @SRC

@@ -13,15 +13,9 @@ if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry, HoldEntry, NoteEntry, VerificationEntry
 
-__all__ = ["entry_data", "file_of", "hold_data", "instant", "note_data", "opened_catalog", "url_of_catalog"]
-
 
 def url_of_catalog() -> str:
-    """The url of the catalog from --catalog, else from the settings.
-
-    Raises:
-        PermissionDenied: the catalog is switched off.
-    """
+    """The url of the catalog from --catalog, else from the settings."""
     from ucformat.errors import PermissionDenied
     from ucformat.settings import load_settings
 
@@ -43,14 +37,7 @@ def opened_catalog() -> Iterator[Catalog]:
 
 
 def file_of(url: str) -> Path | None:
-    """The file of a catalog.
-
-    Args:
-        url: the catalog's url.
-
-    Returns:
-        The file; None for PostgreSQL.
-    """
+    """The file of a catalog."""
     from pathlib import Path
 
     from ucformat.settings import local_path
@@ -61,11 +48,7 @@ def file_of(url: str) -> Path | None:
 
 
 def entry_data(entry: Entry) -> dict[str, Any]:
-    """The JSON of a checkpoint in the catalog, the same in all commands.
-
-    Args:
-        entry: the checkpoint.
-    """
+    """The JSON of a checkpoint in the catalog, the same in all commands."""
     return {
         "id": entry.id,
         "name": entry.name,
@@ -99,11 +82,7 @@ def entry_data(entry: Entry) -> dict[str, Any]:
 
 
 def hold_data(hold: HoldEntry) -> dict[str, Any]:
-    """The JSON of a hold.
-
-    Args:
-        hold: the hold.
-    """
+    """The JSON of a hold."""
     return {
         "number": hold.id,
         "reason": hold.reason,
@@ -114,11 +93,7 @@ def hold_data(hold: HoldEntry) -> dict[str, Any]:
 
 
 def note_data(note: NoteEntry) -> dict[str, Any]:
-    """The JSON of a note.
-
-    Args:
-        note: the note.
-    """
+    """The JSON of a note."""
     return {"text": note.text, "created": instant(note.created), "who": note.who}
 
 
@@ -135,11 +110,7 @@ def _verified(found: VerificationEntry) -> dict[str, Any]:
 
 
 def instant(at: datetime | None) -> str | None:
-    """The JSON of a time: ISO 8601, in UTC.
-
-    Args:
-        at: the time, with its zone (None: null).
-    """
+    """The JSON of a time: ISO 8601, in UTC."""
     from datetime import UTC
 
     return None if at is None else at.astimezone(UTC).isoformat().replace("+00:00", "Z")

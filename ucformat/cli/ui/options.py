@@ -29,26 +29,6 @@ if TYPE_CHECKING:
 else:
     _Type = _TimeType = click.ParamType  # generic only in newer versions of click
 
-__all__ = [
-    "CATALOG",
-    "CONFIG",
-    "IGNORE_DEPENDENT",
-    "METRIC",
-    "REF",
-    "SIZE",
-    "SOURCE",
-    "SRC",
-    "STATES",
-    "TIME",
-    "VIEW",
-    "command",
-    "ignore_dependents_of",
-    "layout_of",
-    "open_any",
-    "parse_metric",
-    "ref_argument",
-]
-
 _REFERENCE = "a path or URL, run@step, run@latest, alias:name, or an id or a prefix of one"
 
 _UNITS = {"": 1, "B": 1} | {
@@ -104,17 +84,7 @@ class _Ref(click.Argument):
 
 
 def ref_argument(name: str, metavar: str, *, many: bool = False, optional: bool = False) -> Callable[[Any], Any]:
-    """Declare an argument that is a reference to a checkpoint.
-
-    Args:
-        name: the parameter of the command.
-        metavar: its name in the help.
-        many: one or more references (default: False).
-        optional: it may be left out (default: False).
-
-    Returns:
-        A decorator.
-    """
+    """Declare an argument that is a reference to a checkpoint."""
     return click.argument(
         name, metavar=metavar, cls=_Ref, nargs=-1 if many else 1, required=not optional, shell_complete=_complete
     )
@@ -185,14 +155,7 @@ IGNORE_DEPENDENT = click.option(
 
 
 def ignore_dependents_of(ignored: Sequence[str], urls: Sequence[str], out: Output, name: str) -> None:
-    """Apply `--ignore-dependent`: remove the records that these checkpoints need files.
-
-    Args:
-        ignored: the values of the option, ids of dependents.
-        urls: the places whose files they may need.
-        out: prints a note for ids without a record.
-        name: the command, for the audit log.
-    """
+    """Apply `--ignore-dependent`: remove the records that these checkpoints need files."""
     if not ignored:
         return
     from ucformat.jobs.dependents import ignore_dependents
@@ -214,14 +177,7 @@ def _spelling(of: click.Command) -> Callable[[str, str, str], str]:
 
 
 def command(function: Callable[..., None]) -> click.Command:
-    """Make a function a command with the options --json and --quiet.
-
-    Args:
-        function: the function, which gets these options as an `Output` in its parameter `out`.
-
-    Returns:
-        The command.
-    """
+    """Make a function a command with the options --json and --quiet."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, **options: Any) -> None:
@@ -243,18 +199,7 @@ def command(function: Callable[..., None]) -> click.Command:
 
 
 def parse_metric(text: str, hint: str) -> tuple[str, float]:
-    """Parse a metric such as `val_loss=2.13`.
-
-    Args:
-        text: the metric.
-        hint: the parameter that an error names.
-
-    Returns:
-        Its name and value.
-
-    Raises:
-        click.BadParameter: it is not a metric.
-    """
+    """Parse a metric such as `val_loss=2.13`."""
     name, equals, value = text.rpartition("=")
     try:
         number = float(value)
@@ -325,11 +270,7 @@ def _source_value(key: str, text: str) -> Any:
 
 
 def layout_of(text: str) -> Any:
-    """A layout from a file, or the name of a preset.
-
-    Args:
-        text: the value of an option.
-    """
+    """A layout from a file, or the name of a preset."""
     from ucformat.geometry.layout import Layout
 
     path = local_path(text, absolute=False)
@@ -379,12 +320,7 @@ _SOURCE_READERS: dict[str, Callable[[str, str], Any]] = {
 
 
 def open_any(ref: str, options: Mapping[str, Any] | None) -> Checkpoint:
-    """Open one of several checkpoints, of which only foreign ones need options.
-
-    Args:
-        ref: a reference.
-        options: facts that a foreign checkpoint's files lack.
-    """
+    """Open one of several checkpoints, of which only foreign ones need options."""
     import ucformat
 
     if options:

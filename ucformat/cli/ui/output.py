@@ -17,18 +17,6 @@ if TYPE_CHECKING:
 
     from rich.progress import ProgressColumn
 
-__all__ = [
-    "INTERRUPTED",
-    "Heading",
-    "Output",
-    "Tabbed",
-    "clean",
-    "print_error",
-    "progress_bar",
-    "showing_warnings",
-    "terminal_width",
-]
-
 #: The exit codes of a shell for a process that was ended by Ctrl-C, and by a closed pipe.
 INTERRUPTED, SIGPIPE = 130, 141
 
@@ -50,7 +38,6 @@ class Output:
 
     Args:
         as_json: print JSON; with `quiet` too, that only suppresses progress.
-        quiet: print only the bare result.
     """
 
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
@@ -63,13 +50,7 @@ class Output:
         data: Callable[[], dict[str, Any]],
         bare: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        """Print the result to stdout.
-
-        Args:
-            people: makes the lines for people.
-            data: makes the object for `--json`.
-            bare: makes the lines for `-q` (default: none).
-        """
+        """Print the result to stdout."""
         if self.as_json:
             _write(sys.stdout, dumps(data(), indent=_indent(sys.stdout)))
             return
@@ -80,20 +61,12 @@ class Output:
             _write(sys.stdout, text)
 
     def note(self, message: str) -> None:
-        """Print a note for people to stderr; JSON has a key for it instead.
-
-        Args:
-            message: the note.
-        """
+        """Print a note for people to stderr; JSON has a key for it instead."""
         if not (self.quiet or self.as_json):
             _write(sys.stderr, f"note: {clean(message)}")
 
     def warn(self, message: str) -> None:
-        """Print a warning to stderr: something went wrong that does not stop the command.
-
-        Args:
-            message: the warning.
-        """
+        """Print a warning to stderr: something went wrong that does not stop the command."""
         if self.as_json:
             _write(sys.stderr, dumps({"warning": {"message": message}}, indent=_indent(sys.stderr)))
             return
@@ -103,10 +76,6 @@ class Output:
     @contextmanager
     def progress(self, title: str, unit: str = "bytes") -> Iterator[Callable[[int, int], None]]:
         """Show a progress bar on stderr, if that is a terminal.
-
-        Args:
-            title: the activity, such as `converting`.
-            unit: what is counted (default: bytes).
 
         Yields:
             A function that is called with the amount done and the total.
@@ -121,10 +90,6 @@ class Output:
     def confirm(self, question: str, *, yes: bool) -> bool:
         """Ask for confirmation at a terminal; elsewhere the option that asks for the work is enough.
 
-        Args:
-            question: what is asked.
-            yes: do not ask.
-
         Returns:
             Whether to go on; if not, a note says that nothing was done.
         """
@@ -137,15 +102,7 @@ class Output:
 
 
 def print_error(message: str, hint: str | None = None, *, as_json: bool, kind: str, code: int) -> None:
-    """Print an error to stderr.
-
-    Args:
-        message: what went wrong.
-        hint: what to do next (None: no hint).
-        as_json: print it as JSON.
-        kind: the class of the error, for JSON.
-        code: the exit code of the process, for JSON.
-    """
+    """Print an error to stderr."""
     if as_json:
         error = {"type": kind, "message": message, "hint": hint, "exit_code": code}
         _write(sys.stderr, dumps({"error": error}, indent=_indent(sys.stderr)))
@@ -172,12 +129,7 @@ def dumps(data: dict[str, Any], indent: int | None = None) -> str:
 
 
 def clean(text: str, keep: str = "\n") -> str:
-    """Escape control characters, since names from files must not control the terminal.
-
-    Args:
-        text: the text.
-        keep: characters that are not escaped (default: line breaks).
-    """
+    """Escape control characters, since names from files must not control the terminal."""
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
@@ -206,10 +158,6 @@ _DELAY = 0.4  # seconds until the bar is shown: for a shorter activity it would 
 @contextmanager
 def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr, which disappears at the end of the block.
-
-    Args:
-        title: the activity, such as `converting`.
-        unit: what is counted; `bytes` also shows the speed.
 
     Yields:
         A function that is called with the amount done and the total.
@@ -250,11 +198,7 @@ class _WarningHandler(logging.Handler):
 
 @contextmanager
 def showing_warnings(out: Output) -> Iterator[None]:
-    """Print the warnings that ucformat logs in the block.
-
-    Args:
-        out: prints them.
-    """
+    """Print the warnings that ucformat logs in the block."""
     logger, handler = logging.getLogger("ucformat"), _WarningHandler(out)
     logger.addHandler(handler)
     try:

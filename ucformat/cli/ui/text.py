@@ -11,17 +11,11 @@ from ucformat.cli.ui.output import Heading, Tabbed, clean
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-__all__ = ["ago", "bytes_text", "count", "field", "moment", "plural", "shape_text", "shorten", "tabbed", "table"]
-
 _MIN_WIDTHS = (12, 6)  # characters to which columns of a table are shortened, and further if that is not enough
 
 
 def bytes_text(nbytes: float) -> str:
-    """Format a size: `512 B`, `1.5 MiB`.
-
-    Args:
-        nbytes: bytes.
-    """
+    """Format a size: `512 B`, `1.5 MiB`."""
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
@@ -32,40 +26,22 @@ def bytes_text(nbytes: float) -> str:
 
 
 def count(n: int) -> str:
-    """Format a number: `1,234,567`.
-
-    Args:
-        n: the number.
-    """
+    """Format a number: `1,234,567`."""
     return f"{n:,}"
 
 
 def plural(n: int, noun: str) -> str:
-    """Format a number of things: `1 tensor`, `1,024 tensors`.
-
-    Args:
-        n: the number.
-        noun: the singular, whose plural adds an s.
-    """
+    """Format a number of things: `1 tensor`, `1,024 tensors`."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Format a shape: `4096 x 1024`, `scalar`.
-
-    Args:
-        shape: the dims.
-    """
+    """Format a shape: `4096 x 1024`, `scalar`."""
     return " x ".join(map(str, shape)) or "scalar"
 
 
 def shorten(text: str, width: int | None) -> str:
-    """Shorten text in its middle, since both ends of a tensor's name tell more.
-
-    Args:
-        text: the text.
-        width: the maximum number of characters (None: any).
-    """
+    """Shorten text in its middle, since both ends of a tensor's name tell more."""
     if width is None or len(text) <= width:
         return text
     tail = (width - 1) // 2
@@ -73,13 +49,7 @@ def shorten(text: str, width: int | None) -> str:
 
 
 def field(label: str, text: str, width: int | None) -> Iterator[str]:
-    """Format a labelled text: `  label     text`, with further lines indented below the text.
-
-    Args:
-        label: the label.
-        text: the text.
-        width: characters of a line (None: do not wrap).
-    """
+    """Format a labelled text: `  label     text`, with further lines indented below the text."""
     start = f"  {label:<9} "
     if width is None:
         yield f"{start}{text}"
@@ -102,15 +72,9 @@ def table(
     """Format a table.
 
     Args:
-        head: the headings of the columns.
-        rows: the cells of each row.
         left: how many columns, or which ones, are aligned left; the others are aligned right (default: the first).
         shrink: the columns that may be shortened, the widest first (default: the first).
         width: characters that the lines have to fit into (default: any).
-        total: a last row, below a rule (default: none).
-
-    Returns:
-        The lines.
     """
     body = [list(row) for row in rows]
     every = [list(head), *body, *([list(total)] if total else [])]
@@ -141,30 +105,17 @@ def _fit(widths: list[int], shrink: Collection[int], width: int) -> None:
 
 
 def tabbed(cells: Iterable[str]) -> Tabbed:
-    """Join cells with tabs, for scripts; line breaks and tabs in cells are escaped.
-
-    Args:
-        cells: the cells.
-    """
+    """Join cells with tabs, for scripts; line breaks and tabs in cells are escaped."""
     return Tabbed("\t".join(clean(c, keep="") for c in cells))
 
 
 def moment(at: datetime) -> str:
-    """Format a time to the minute, in UTC: `2026-11-21 05:45Z`.
-
-    Args:
-        at: the time, with its zone.
-    """
+    """Format a time to the minute, in UTC: `2026-11-21 05:45Z`."""
     return f"{at.astimezone(UTC):%Y-%m-%d %H:%M}Z"
 
 
 def ago(at: datetime, now: datetime | None = None) -> str:
-    """Format how long ago a time was, in one unit: `40s`, `5m`, `7h`, `30d`; `0s` for a future time.
-
-    Args:
-        at: the time, with its zone.
-        now: the current time (default: by this host's clock).
-    """
+    """Format how long ago a time was, in one unit: `40s`, `5m`, `7h`, `30d`; `0s` for a future time."""
     seconds = max(0, int(((now or datetime.now(UTC)) - at).total_seconds()))
     unit, size = next(((u, n) for u, n in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * n), ("s", 1))
     return f"{seconds // size}{unit}"

@@ -19,21 +19,6 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.cost import Cost
 
-__all__ = [
-    "CHUNK_BYTES",
-    "DRY_RUN",
-    "NO_VERIFY",
-    "ON",
-    "OVERWRITE",
-    "PART",
-    "SHARD_BYTES",
-    "cost_fields",
-    "default_on",
-    "print_cost",
-    "where_of",
-    "workers_option",
-]
-
 #: Where jobs run if `--on` is not given; `python -m ucformat` sets it in a process of torchrun.
 default_on = "threads"
 
@@ -50,15 +35,7 @@ PART = click.option(
 
 
 def where_of(on: str | None, part: str | None) -> str:
-    """The value of `on` for a job.
-
-    Args:
-        on: the value of `--on`.
-        part: the value of `--part`.
-
-    Raises:
-        UsageError: both are given.
-    """
+    """The value of `on` for a job."""
     if part is not None:
         if on is not None:
             raise UsageError("--on and --part exclude each other", hint="a part runs on threads of its own process")
@@ -83,15 +60,7 @@ NO_VERIFY = click.option("--no-verify", is_flag=True, help="Do not check the che
 def workers_option(
     work: str, default: str = "one for each core, at most 16; at least 8 for object stores"
 ) -> Callable[[Any], Any]:
-    """Declare the option for the number of tasks that run concurrently.
-
-    Args:
-        work: what each of them does, for the help: `files to copy`.
-        default: the default, for the help.
-
-    Returns:
-        A decorator.
-    """
+    """Declare the option for the number of tasks that run concurrently."""
     return click.option(
         "-w",
         "--workers",
@@ -109,12 +78,7 @@ DRY_RUN = click.option(
 
 
 def print_cost(cost: Cost, out: Output) -> None:
-    """Print what a job would cost.
-
-    Args:
-        cost: from `estimate`.
-        out: the output of the command.
-    """
+    """Print what a job would cost."""
     out.result(lambda: _cost_lines(cost), lambda: asdict(cost), lambda: [str(cost.tasks)])
 
 
@@ -128,12 +92,7 @@ def _cost_lines(cost: Cost) -> Iterator[str]:
 
 
 def cost_fields(cost: Cost, width: int | None) -> Iterator[str]:
-    """What is read and written, and the time that it takes, as lines.
-
-    Args:
-        cost: from an estimate.
-        width: that of the terminal.
-    """
+    """What is read and written, and the time that it takes, as lines."""
     yield from field("read", bytes_text(cost.bytes_read), width)
     if cost.bytes_written:
         yield from field("written", bytes_text(cost.bytes_written), width)

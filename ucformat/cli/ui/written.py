@@ -10,18 +10,9 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.cli.ui.output import Output
 
-__all__ = ["print_written"]
-
 
 def print_written(ck: Checkpoint, seconds: float, out: Output, *, nothing: bool = False) -> None:
-    """Print the place, id and size of a checkpoint, and how fast it was written.
-
-    Args:
-        ck: the checkpoint.
-        seconds: the time that it took.
-        out: the output of the command.
-        nothing: it was there already (default: False).
-    """
+    """Print the place, id and size of a checkpoint, and how fast it was written."""
     tensors = 0 if nothing else len(ck.tensors)
     nbytes = 0 if nothing else sum(info.nbytes for info in ck.tensors.values())
     found = {

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ucformat.exporters.deepspeed.model import OptimizerGroup, TrainedModel
     from ucformat.exporters.deepspeed.options import Engine, UniversalOptions
 
-__all__ = ["ExpertRanks"]
-
 _MAX_GROUP = 178_956_971  # elements of a rank's group of experts: DeepSpeed's default of `max_group_size`
 
 
@@ -31,7 +29,6 @@ class ExpertRanks:
 
     Attributes:
         experts: the number of experts of each layer, in the order of the layers, and which ranks share them.
-        degree: number of expert-parallel ranks.
     """
 
     experts: Experts
@@ -39,17 +36,7 @@ class ExpertRanks:
 
     @classmethod
     def of(cls, model: TrainedModel, engine: Engine, options: UniversalOptions) -> ExpertRanks:
-        """The experts of a model.
-
-        Args:
-            model: the tensors.
-            engine: the engine that is to load them.
-            options: the options.
-
-        Raises:
-            UsageError: the number of expert-parallel ranks is not known, or does not divide the experts or ranks.
-            UnsupportedError: DeepSpeed has no such engine, or its files are not written.
-        """
+        """The experts of a model."""
         held: dict[str, set[int]] = {}
         for name in model.by_name:
             if (found := expert_of(name)) is not None:
@@ -77,30 +64,16 @@ class ExpertRanks:
         return cls(Experts(engine.dp, first, counts), degree)
 
     def rank_of(self, dp: int) -> int:
-        """The expert-parallel rank of a data-parallel one.
-
-        Args:
-            dp: the data-parallel rank.
-        """
+        """The expert-parallel rank of a data-parallel one."""
         return next(k for k in range(self.degree) if dp in self.experts.holders(self.degree, k))
 
     def local(self, names: Iterable[str], rank: int) -> dict[str, str]:
-        """Those of some tensors that a rank has, and their names there.
-
-        Args:
-            names: the tensors.
-            rank: the expert-parallel rank.
-        """
+        """Those of some tensors that a rank has, and their names there."""
         names = (n for n in names if self.experts.locally(n, self.degree, rank))
         return {n: self.experts.local_name(n, self.degree) for n in names}
 
     def on(self, group: OptimizerGroup, rank: int) -> OptimizerGroup:
-        """What a rank has of an optimizer group, under the names there.
-
-        Args:
-            group: the group.
-            rank: the expert-parallel rank.
-        """
+        """What a rank has of an optimizer group, under the names there."""
         if self.degree == 1 or not any(map(is_expert, group.names)):
             return group
         part = group.part(self.local(group.names, rank))
@@ -111,12 +84,7 @@ class ExpertRanks:
         """The optimizer groups as DeepSpeed makes them for this number of expert-parallel ranks.
 
         Args:
-            groups: the groups of the source.
-            before: number of expert-parallel ranks whose parameters follow each other in these groups.
             split: whether experts are moved to groups of their own, if they are not.
-
-        Raises:
-            UnsupportedError: the order of experts' parameters is not known, or ranks would have different ones.
         """
         out: list[OptimizerGroup] = []
         moved: list[OptimizerGroup] = []

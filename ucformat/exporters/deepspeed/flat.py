@@ -30,24 +30,12 @@ if TYPE_CHECKING:
     from ucformat.exporters.deepspeed.options import DeepSpeedOptions, Engine
     from ucformat.geometry.tensor import Piece
 
-__all__ = ["FlatGroup", "Shards", "check_dtype", "flat_groups"]
-
 _START_ALIGNMENT = 2  # elements: `nccl_start_alignment_factor`
 _ALIGNMENT = 16  # bytes: of parameters under `parameter_alignment`
 
 
 class Shards:
-    """What each tensor-parallel rank holds of each tensor.
-
-    Args:
-        options: the options.
-        tp: number of tensor-parallel ranks.
-        infos: a tensor of each name; all states of a name are sharded like it.
-
-    Raises:
-        UsageError: there is no layout for several ranks, or it is of another number of ranks.
-        LayoutError: the layout does not fit a tensor.
-    """
+    """What each tensor-parallel rank holds of each tensor."""
 
     def __init__(self, options: DeepSpeedOptions, tp: int, infos: Mapping[str, TensorInfo]) -> None:
         self._bound = None
@@ -65,13 +53,7 @@ class Shards:
         self._bound = layout.bind(TensorList(tuple(infos.values())))
 
     def dims(self, name: str, shape: tuple[int, ...], rank: int) -> tuple[Dim, ...]:
-        """The dims of a rank's shard.
-
-        Args:
-            name: of the tensor.
-            shape: of the whole tensor.
-            rank: the tensor-parallel rank.
-        """
+        """The dims of a rank's shard."""
         if self._bound is None:
             return tuple(map(Dim.whole, shape))
         placed = self._bound.placed(self._keys[name])
@@ -80,22 +62,11 @@ class Shards:
         return local_dims(shape, cuts)
 
     def cuts(self, name: str) -> bool:
-        """Whether ranks hold different parts of a tensor.
-
-        Args:
-            name: of the tensor.
-        """
+        """Whether ranks hold different parts of a tensor."""
         return self._bound is not None and bool(self._bound.placed(self._keys[name]).shards)
 
     def saved(self, name: str, info: TensorInfo, rank: int, fill: bool) -> SavedTensor:  # noqa: FBT001
-        """A rank's shard as a tensor of its own.
-
-        Args:
-            name: that the shards know it by.
-            info: the tensor.
-            rank: the tensor-parallel rank.
-            fill: whether the span needs its pieces.
-        """
+        """A rank's shard as a tensor of its own."""
         dims = self.dims(name, info.shape, rank) if info.shape else ()
         shape = tuple(d.size for d in dims)
         pieces = ((info, piece) for piece in pieces_of(dims)[0]) if fill and 0 not in shape else ()
@@ -115,8 +86,6 @@ class FlatGroup:
     """A flat group of one tensor-parallel rank.
 
     Attributes:
-        number: of its optimizer group.
-        group: the optimizer group.
         dims: what the tensor-parallel rank holds of each parameter, in order.
         buffer: the flat buffer over the ranks that share the group.
         paddings: elements of padding after each parameter.
@@ -131,19 +100,11 @@ class FlatGroup:
     ranks: range
 
     def part_of(self, rank: int) -> dict[str, tuple[int, int, int]]:
-        """What of each parameter a rank's partition holds: its first element, the end, and the place.
-
-        Args:
-            rank: the data-parallel rank.
-        """
+        """What of each parameter a rank's partition holds: its first element, the end, and the place."""
         return self.buffer.on(self.ranks.index(rank))
 
     def padding(self, rank: int) -> int:
-        """Elements of a rank's partition that belong to no parameter.
-
-        Args:
-            rank: the data-parallel rank.
-        """
+        """Elements of a rank's partition that belong to no parameter."""
         return self.buffer.padding(self.ranks.index(rank))
 
     @property
@@ -152,14 +113,7 @@ class FlatGroup:
         return {name: tuple(d.size for d in dims) for name, dims in self.dims.items()}
 
     def saved(self, infos: Mapping[str, TensorInfo], rank: int, fill: bool, spare: int = 0) -> SavedTensor:  # noqa: FBT001
-        """A data-parallel rank's partition.
-
-        Args:
-            infos: the tensors of one state.
-            rank: the data-parallel rank.
-            fill: whether the span needs its pieces.
-            spare: elements at the end that are left out.
-        """
+        """A data-parallel rank's partition."""
         size = self.buffer.size - spare
         found = self._pieces(infos, rank) if fill else ()
         dtype = next(infos[name].dtype for name in self.dims)
@@ -172,17 +126,7 @@ class FlatGroup:
 
 
 def flat_groups(engine: Engine, groups: Sequence[OptimizerGroup], shards: Shards, rank: int) -> list[FlatGroup]:
-    """The flat groups of a tensor-parallel rank.
-
-    Args:
-        engine: the engine.
-        groups: the optimizer groups, as the rank has them.
-        shards: the shards of all tensors.
-        rank: the tensor-parallel rank.
-
-    Raises:
-        UnsupportedError: the states of a group cannot be joined.
-    """
+    """The flat groups of a tensor-parallel rank."""
     found: list[FlatGroup] = []
     for number, group in enumerate(groups):
         names = [n for n in group.names if group.masters[n].size]
@@ -258,16 +202,7 @@ def _check_joined(group: OptimizerGroup, names: Sequence[str]) -> None:
 
 
 def check_dtype(state: str, infos: Mapping[str, TensorInfo], names: Sequence[str]) -> None:
-    """Check that tensors that share a flat buffer have one dtype.
-
-    Args:
-        state: of the tensors, for the message.
-        infos: the tensors by name.
-        names: those that share the buffer.
-
-    Raises:
-        UnsupportedError: they do not.
-    """
+    """Check that tensors that share a flat buffer have one dtype."""
     dtypes = {infos[n].dtype: n for n in names if n in infos}
     if len(dtypes) > 1:
         found = " and ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ucformat.exporters.deepspeed.options import Engine, UniversalOptions
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["OptimizerGroup", "TrainedModel", "listed", "outside"]
-
 _LISTED = 8
 
 
@@ -29,8 +27,6 @@ class OptimizerGroup:
     """An optimizer group: its parameters in order, and their states.
 
     Attributes:
-        names: the parameters.
-        document: the group as in `CheckpointMetadata.groups`.
         states: the tensors of each state, by parameter.
         masters: the fp32 copy of each parameter, or the weight itself where that is the only one.
         ranks: the data-parallel ranks that share the group, in the order of their partitions; None: all.
@@ -43,12 +39,7 @@ class OptimizerGroup:
     ranks: range | None = None
 
     def part(self, names: Mapping[str, str], **document: Any) -> OptimizerGroup:
-        """Some of the parameters.
-
-        Args:
-            names: the parameters, and their names in the part.
-            **document: what differs in `document`.
-        """
+        """Some of the parameters."""
 
         def cut(found: Mapping[str, Any]) -> dict[str, Any]:
             return {new: found[old] for old, new in names.items() if old in found}
@@ -60,11 +51,7 @@ class OptimizerGroup:
         )
 
     def joined(self, other: OptimizerGroup) -> OptimizerGroup:
-        """The parameters of this group and then those of another one with the same hyper-parameters.
-
-        Args:
-            other: the other group.
-        """
+        """The parameters of this group and then those of another one with the same hyper-parameters."""
 
         def both(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
             return {state: {**one.get(state, {}), **two.get(state, {})} for state in (*one, *two)}
@@ -98,16 +85,7 @@ class OptimizerGroup:
 
 
 class TrainedModel:
-    """The tensors of a checkpoint, by their part in an engine.
-
-    Args:
-        source: the checkpoint.
-        infos: the tensors to export.
-        options: the options.
-
-    Raises:
-        UnsupportedError: an optimizer group lists a tensor that is not stored.
-    """
+    """The tensors of a checkpoint, by their part in an engine."""
 
     def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalOptions) -> None:
         self.source, self.options = source, options
@@ -143,11 +121,7 @@ class TrainedModel:
 
     @property
     def expert_ranks(self) -> int | None:
-        """The number of expert-parallel ranks that saved the source, if it is known.
-
-        Raises:
-            UnsupportedError: layers differ in it.
-        """
+        """The number of expert-parallel ranks that saved the source, if it is known."""
         found = {d for g in self.groups if (d := recorded_degree(g.document)) is not None}
         if len(found) > 1:
             raise UnsupportedError(
@@ -168,9 +142,6 @@ class TrainedModel:
         """What the module's parameters and buffers are read from: weights in the engine's precision, else masters.
 
         The engine rounds what is in another precision when it copies it to its parameters, as after a step.
-
-        Args:
-            engine: the engine.
         """
         found = {}
         for name, held in self.by_name.items():
@@ -189,23 +160,11 @@ class TrainedModel:
         return found
 
     def untrained(self, module: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """The tensors of the module that the optimizer does not have: buffers, frozen and empty parameters.
-
-        Args:
-            module: as `module` returns it.
-        """
+        """The tensors of the module that the optimizer does not have: buffers, frozen and empty parameters."""
         return {n: i for n, i in module.items() if n not in self.trained or not i.size}
 
     def buffers(self, module: Mapping[str, TensorInfo], *, must: bool) -> list[str]:
-        """The names of the module's buffers.
-
-        Args:
-            module: as `module` returns it.
-            must: whether frozen parameters are stored otherwise than buffers.
-
-        Raises:
-            UsageError: they must be known and are not, or one of them is not in the module.
-        """
+        """The names of the module's buffers."""
         told: Any = self.options.buffers
         if told is None:
             told = self.source.objects.get("buffer_names")
@@ -226,11 +185,7 @@ class TrainedModel:
         return [n for n, i in rest.items() if i.dtype not in FLOATS]
 
     def check_groups(self) -> None:
-        """Check that there are optimizer groups.
-
-        Raises:
-            UsageError: there are none.
-        """
+        """Check that there are optimizer groups."""
         if not self.groups:
             raise UsageError(
                 f"{self.source.url} has no optimizer groups, without which `load_checkpoint` restores weights alone",
@@ -239,22 +194,13 @@ class TrainedModel:
             )
 
     def take_all(self, module: Mapping[str, TensorInfo], buffers: Sequence[str]) -> None:
-        """Make all parameters one group without states, as ZeRO 3 stores weights.
-
-        Args:
-            module: as `module` returns it.
-            buffers: the names of buffers.
-        """
+        """Make all parameters one group without states, as ZeRO 3 stores weights."""
         masters = {n: (self.by_name[n].get("master") or i) for n, i in module.items() if n not in buffers and i.size}
         self.groups, self.trained = [OptimizerGroup(list(masters), {}, {}, masters)], masters
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for a message, at most eight.
-
-    Args:
-        names: the names.
-    """
+    """Names for a message, at most eight."""
     names = list(names)
     rest = len(names) - _LISTED
     return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
@@ -264,11 +210,6 @@ def outside(source: Checkpoint, trained: Collection[str], names: Iterable[str]) 
     """The tensors that the program that saved did not keep in the state of its model, each with its path there.
 
     Where paths are not known, a tensor `train.rng` belongs to the object `train`, unless trained parameters do, too.
-
-    Args:
-        source: the checkpoint.
-        trained: the names of the model's trained parameters.
-        names: the names of all weights.
     """
     paths = source.metadata.paths
     homes = {paths[key][0][:-1] for n in trained if paths.get(key := Key(n, "weight"))}

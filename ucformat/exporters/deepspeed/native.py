@@ -37,20 +37,9 @@ if TYPE_CHECKING:
     from ucformat.exporters.deepspeed.options import UniversalOptions
     from ucformat.geometry.tensor import Key, TensorInfo
 
-__all__ = ["EnginePlan"]
-
 
 class EnginePlan:
-    """The files of one checkpoint.
-
-    Args:
-        source: the checkpoint.
-        infos: the tensors to export.
-        options: the options.
-
-    Raises:
-        UcformatError: see `Exporter.target`.
-    """
+    """The files of one checkpoint."""
 
     def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalOptions) -> None:
         self.source, self.model = source, TrainedModel(source, infos, options)
@@ -88,20 +77,11 @@ class EnginePlan:
                 check_dtype("weight", self.module, [n for n in group.names if group.masters[n].size])
 
     def groups_on(self, expert_rank: int) -> list[OptimizerGroup]:
-        """The optimizer groups as an expert-parallel rank has them.
-
-        Args:
-            expert_rank: the rank; 0 for models without experts.
-        """
+        """The optimizer groups as an expert-parallel rank has them."""
         return [self.experts.on(group, expert_rank) for group in self.model.groups]
 
     def flat(self, tp: int = 0, dp: int = 0) -> list[FlatGroup]:
-        """The flat groups of a rank; none where parameters are not joined.
-
-        Args:
-            tp: the tensor-parallel rank.
-            dp: the data-parallel rank.
-        """
+        """The flat groups of a rank; none where parameters are not joined."""
         return self._flat[tp, self.experts.rank_of(dp)]
 
     def files(self) -> Iterator[TargetFile]:
@@ -159,24 +139,12 @@ class EnginePlan:
         return {"optimizer": plain_optimizer(self.engine, groups, self.values, self.shards, None, 0, fill)}
 
     def model_file(self, tp: int, dp: int) -> str:
-        """The name of a model states file.
-
-        Args:
-            tp: the tensor-parallel rank.
-            dp: the data-parallel rank.
-        """
+        """The name of a model states file."""
         prefix = f"zero_pp_rank_{dp}_" if self.engine.stage == ZERO3 else ""
         return f"{prefix}mp_rank_{tp:02}_model_states.pt"
 
     def file(self, name: str, make: Callable[[bool], Any], like: TargetFile | None, *, last: bool) -> TargetFile:
-        """A file in the folder of the tag.
-
-        Args:
-            name: its name.
-            make: see `lazy_torch_file`.
-            like: see `lazy_torch_file`.
-            last: see `TargetFile`.
-        """
+        """A file in the folder of the tag."""
         return lazy_torch_file(f"{self.engine.tag}/{name}", make, like=like, last=last)
 
     def left_out(self) -> tuple[str, ...]:
@@ -193,13 +161,7 @@ class EnginePlan:
         return self.values.left_out(self.model, used)
 
     def model_states(self, tp: int, dp: int, fill: bool) -> dict[str, Any]:  # noqa: FBT001
-        """The content of a model states file.
-
-        Args:
-            tp: the tensor-parallel rank.
-            dp: the data-parallel rank.
-            fill: whether spans need their pieces.
-        """
+        """The content of a model states file."""
         engine, zero = self.engine, self.engine.stage > 0 and bool(self.model.groups)
         frozen = self.experts.local(self.frozen, 0) if self.save_frozen else {}
         shared = self.aliases if not dp and not tp else {}

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ucformat.exporters.deepspeed.options import Engine
     from ucformat.geometry.tensor import Key, TensorInfo
 
-__all__ = ["VERSION", "Values"]
-
 #: The version of DeepSpeed whose files are written.
 VERSION = "0.19.8"
 _COPIED = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples")
@@ -44,13 +42,10 @@ class Values:
 
     Attributes:
         engine: those under the names of DeepSpeed.
-        client: the client state.
         extra: entries of the module that are not tensors.
         ranks: what differs in the client state of each further data-parallel rank, under ZeRO 3.
-        scale: the loss scale; see `scale_of`.
         overflow: whether the last step's gradients overflowed.
         clip_grad: the largest norm of gradients, if known.
-        used: tensors that values refer to.
         missing: what of them has no place.
     """
 
@@ -67,15 +62,7 @@ class Values:
 
     @classmethod
     def of(cls, model: TrainedModel, engine: Engine) -> Values:
-        """The values of a checkpoint; tensors that belong to them are taken from the model.
-
-        Args:
-            model: the tensors.
-            engine: the engine.
-
-        Raises:
-            UsageError: the loss scale is not known.
-        """
+        """The values of a checkpoint; tensors that belong to them are taken from the model."""
         source, out = model.source, cls()
         decode = ValueDecoder({info.key: info for held in model.by_name.values() for info in held.values()})
         objects = {k: v for k, v in source.objects.items() if k not in _DROPPED}
@@ -155,23 +142,13 @@ class Values:
                 model.placed_in_client.add(name)
 
     def left_out(self, model: TrainedModel, infos: Mapping[Key, TensorInfo]) -> tuple[str, ...]:
-        """What of the source has no place in the target.
-
-        Args:
-            model: the tensors.
-            infos: those that are exported.
-        """
+        """What of the source has no place in the target."""
         kept = list((self.used | dict(infos)).values())
         found = left_out(model.source, kept, values=self._named, groups=bool(model.groups))
         return (*found, *self.missing)
 
     def counters(self, engine: Engine, rank: int) -> Iterator[tuple[str, Any]]:
-        """The entries of a model states file that are not tensors, in DeepSpeed's order.
-
-        Args:
-            engine: the engine.
-            rank: the data-parallel rank.
-        """
+        """The entries of a model states file that are not tensors, in DeepSpeed's order."""
         for name in ("lr_scheduler", "data_sampler", "random_ltd"):
             yield name, self.engine.get(name)
         yield "skipped_steps", self.engine.get("skipped_steps", 0)

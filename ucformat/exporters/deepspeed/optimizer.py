@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ucformat.exporters.deepspeed.options import Engine
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["check_scalars", "plain_optimizer", "zero_optimizer"]
-
 
 def _base(
     groups: Sequence[OptimizerGroup], members: Sequence[Sequence[int]], states: dict[int, dict[str, Any]]
@@ -59,16 +57,7 @@ def zero_optimizer(
     rank: int,
     fill: bool,  # noqa: FBT001
 ) -> dict[str, Any]:
-    """The state dict of `DeepSpeedZeroOptimizer` (ZeRO 1 and 2), or of `DeepSpeedZeroOptimizer_Stage3`.
-
-    Args:
-        engine: the engine.
-        groups: the optimizer groups.
-        values: the values beside tensors.
-        flat: the flat groups of the rank.
-        rank: the data-parallel rank.
-        fill: whether spans need their pieces.
-    """
+    """The state dict of `DeepSpeedZeroOptimizer` (ZeRO 1 and 2), or of `DeepSpeedZeroOptimizer_Stage3`."""
     base = _base(groups, _members(groups, flat), {i: _flat_states(of, rank, fill) for i, of in enumerate(flat)})
     out: dict[str, Any] = {
         "loss_scaler": loss_scaler(values.scale),
@@ -108,13 +97,7 @@ def plain_optimizer(
     """The state dict of the optimizer at stage 0: in 16 bits that of a wrapper with fp32 copies.
 
     Args:
-        engine: the engine.
-        groups: the optimizer groups.
-        values: the values beside tensors.
-        shards: the shards of all tensors.
         flat: the flat groups of FusedAdam; None for other optimizers.
-        rank: the tensor-parallel rank.
-        fill: whether spans need their pieces.
     """
     single = engine.dtype == "float32"
     names = [[n for n in group.names if single or group.masters[n].size] for group in groups]
@@ -166,15 +149,7 @@ def _single(group: OptimizerGroup, name: str, shards: Shards, rank: int, fill: b
 
 
 def check_scalars(source: Checkpoint, groups: Iterable[OptimizerGroup]) -> None:
-    """Check that states of no dims (`step`) are the same for all parameters of a group, since ZeRO stores one.
-
-    Args:
-        source: the checkpoint.
-        groups: the optimizer groups.
-
-    Raises:
-        UnsupportedError: they differ.
-    """
+    """Check that states of no dims (`step`) are the same for all parameters of a group, since ZeRO stores one."""
 
     def place(info: TensorInfo) -> tuple[tuple[str, int], ...]:
         return tuple((e.file, e.offset) for e in source.source.extents(info.key))

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["DTYPES", "ZERO3", "DeepSpeedOptions", "Engine", "UniversalOptions", "settings_of", "zero_of"]
-
 #: The precisions of an engine.
 DTYPES = ("float32", "bfloat16", "float16")
 #: The stage of ZeRO that partitions parameters.
@@ -110,12 +108,6 @@ class Engine:
     """The engine that is to load a checkpoint.
 
     Attributes:
-        stage: ZeRO stage.
-        dp: data-parallel ranks.
-        tp: tensor-parallel ranks.
-        dtype: of its parameters.
-        tag: name of the checkpoint's folder.
-        step: training steps so far.
         settings: its configuration; what it leaves out has DeepSpeed's default.
     """
 
@@ -129,17 +121,7 @@ class Engine:
 
     @classmethod
     def of(cls, options: UniversalOptions, source: Checkpoint, weights: Sequence[TensorInfo]) -> Engine:
-        """The engine that the options describe, or else the one that saved the source.
-
-        Args:
-            options: the options.
-            source: the checkpoint.
-            weights: the weights of trained parameters.
-
-        Raises:
-            UsageError: something is not known; the message names the option.
-            UnsupportedError: the engine's files are not written.
-        """
+        """The engine that the options describe, or else the one that saved the source."""
         layout = source.metadata.layout
         settings = settings_of(options, source)
         zero = zero_of(settings)
@@ -171,31 +153,18 @@ class Engine:
         return int(size) if isinstance(size, int | float) else _SUB_GROUP
 
     def flag(self, name: str) -> bool:
-        """Whether an option of `zero_optimization` is set.
-
-        Args:
-            name: its name.
-        """
+        """Whether an option of `zero_optimization` is set."""
         return zero_of(self.settings).get(name) is True
 
 
 def settings_of(options: UniversalOptions, source: Checkpoint) -> Mapping[str, Any]:
-    """The engine's configuration: the given one, or the one that the source recorded; empty if there is none.
-
-    Args:
-        options: the options.
-        source: the checkpoint.
-    """
+    """The engine's configuration: the given one, or the one that the source recorded; empty if there is none."""
     found = source.objects.get("ds_config") if options.config is None else options.config
     return found if isinstance(found, Mapping) else {}
 
 
 def zero_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section `zero_optimization` of a configuration.
-
-    Args:
-        settings: the configuration.
-    """
+    """The section `zero_optimization` of a configuration."""
     zero = settings.get("zero_optimization")
     return zero if isinstance(zero, Mapping) else {}
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from ucformat.exporters.deepspeed.model import OptimizerGroup
 
-__all__ = ["UniversalPlan"]
-
 _INFO = {"universal_checkpoint_version": 0.4}
 #: What the converter leaves out of the optimizer's state dict, because it is in the files of the parameters.
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups", "fp32_flat_groups")

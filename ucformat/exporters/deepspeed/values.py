@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ucformat.exporters.deepspeed.options import Engine
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["ValueDecoder", "address", "loss_scaler", "scale_of", "size_of", "stage_of"]
-
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _STATIC, _DYNAMIC = Global(_SCALERS, "LossScaler"), Global(_SCALERS, "DynamicLossScaler")
 _STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
@@ -37,53 +35,29 @@ _SETTINGS: dict[str, tuple[Any, str]] = {
 
 
 def size_of(shape: tuple[int, ...]) -> Call:
-    """A `torch.Size`.
-
-    Args:
-        shape: the sizes.
-    """
+    """A `torch.Size`."""
     return Call(_SIZE, (shape,))
 
 
 def stage_of(stage: int) -> Call:
-    """The member of DeepSpeed's enumeration of ZeRO stages.
-
-    Args:
-        stage: its number.
-    """
+    """The member of DeepSpeed's enumeration of ZeRO stages."""
     return Call(_STAGE, (stage,))
 
 
 def address(start: int, numel: int) -> Instance:
-    """A `fragment_address`: a parameter's place in the partition of a rank.
-
-    Args:
-        start: first element in the partition.
-        numel: number of elements.
-    """
+    """A `fragment_address`: a parameter's place in the partition of a rank."""
     return Instance(_ADDRESS, {"numel": numel, "start": start})
 
 
 class ValueDecoder:
-    """Converts values from their JSON form.
-
-    Args:
-        tensors: the tensors that values may refer to.
-    """
+    """Converts values from their JSON form."""
 
     def __init__(self, tensors: Mapping[Key, TensorInfo]) -> None:
         self._tensors = tensors
         self.used: dict[Key, TensorInfo] = {}
 
     def __call__(self, value: Any) -> Any:
-        """The value.
-
-        Args:
-            value: its JSON form.
-
-        Raises:
-            UnsupportedError: it contains an object, or another value that is not written to a pickle.
-        """
+        """The value."""
         return value_of(value, self._find)
 
     def _find(self, name: str) -> TensorInfo:
@@ -94,28 +68,13 @@ class ValueDecoder:
         return info
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The hyper-parameters of an optimizer group, whose sequences are tuples, such as `betas`.
-
-        Args:
-            group: the group as in `CheckpointMetadata.groups`.
-
-        Raises:
-            UnsupportedError: as above.
-        """
+        """The hyper-parameters of an optimizer group, whose sequences are tuples, such as `betas`."""
         found = {k: self(v) for k, v in group.items() if k not in ("params", "state")}
         return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
 
 
 def scale_of(engine: Engine, recorded: Any) -> dict[str, Any]:
-    """The loss scale: `dynamic`, and the fields of the scaler.
-
-    Args:
-        engine: the engine.
-        recorded: the object `optimizer` of the source, in any of the forms of DeepSpeed and ucformat.
-
-    Raises:
-        UsageError: the engine trains in float16, and its loss scale is not known.
-    """
+    """The loss scale: `dynamic`, and the fields of the scaler."""
     if engine.dtype != "float16":
         return {"dynamic": False, "cur_scale": 1.0}
     found = recorded if isinstance(recorded, dict) else {}
@@ -142,11 +101,7 @@ def scale_of(engine: Engine, recorded: Any) -> dict[str, Any]:
 
 
 def loss_scaler(scale: Mapping[str, Any]) -> Instance:
-    """DeepSpeed's object for a loss scale.
-
-    Args:
-        scale: as `scale_of` returns it.
-    """
+    """DeepSpeed's object for a loss scale."""
     if not scale["dynamic"]:
         return Instance(_STATIC, {"cur_scale": scale["cur_scale"], "dynamic": False})
     fields = ("cur_scale", "dynamic", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_scale",

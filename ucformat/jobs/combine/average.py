@@ -119,22 +119,7 @@ def plan_average(
     take: str | Iterable[str] = (),
     cast: str | None = None,
 ) -> Planned:
-    """Plan an average; reads no tensors, and writes nothing.
-
-    Args:
-        sources: as for `average`, and so are the others.
-        weights: the weights.
-        by: the metric.
-        best: its direction.
-        temperature: its divisor.
-        ema: the decay.
-        states: the states.
-        take: patterns of names.
-        cast: the dtype.
-
-    Raises:
-        UcformatError: as for `average`.
-    """
+    """Plan an average; reads no tensors, and writes nothing."""
     chosen = None if states is None else as_strings(states)
     _check_options(weights, by, best, temperature, ema)
     given, opened = open_inputs(sources)

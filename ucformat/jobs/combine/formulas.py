@@ -22,20 +22,6 @@ if TYPE_CHECKING:
 
     Block = NDArray[np.float64]
 
-__all__ = [
-    "average",
-    "dare",
-    "dare_masks",
-    "ema_weights",
-    "low_rank",
-    "magnitudes",
-    "slerp",
-    "slerp_weights",
-    "softmax_weights",
-    "task_arithmetic",
-    "ties",
-]
-
 #: Cosines above which two tensors count as parallel, as in other implementations of slerp.
 PARALLEL = 0.9995
 
@@ -48,7 +34,6 @@ def average(blocks: Iterable[Block], weights: Sequence[float]) -> Block:
 
     Args:
         blocks: the blocks x of the inputs, in order, which may be changed.
-        weights: the weights w, one for each.
     """
     total = _weighted_sum(blocks, weights)
     total /= np.sum(weights)
@@ -60,21 +45,12 @@ def ema_weights(decay: float, count: int) -> list[float]:
 
     The average is e₀ = x₀, eₜ = d eₜ₋₁ + (1 - d) xₜ. So x₀ has the weight dⁿ⁻¹, and xₜ the weight (1 - d) dⁿ⁻¹⁻ᵗ. They
     add up to 1.
-
-    Args:
-        decay: the decay d.
-        count: the number n of checkpoints.
     """
     return [decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - t) for t in range(1, count))]
 
 
 def softmax_weights(scores: Sequence[float], temperature: float) -> list[float]:
-    """The weights `exp(sᵢ / T) / Σ exp(sⱼ / T)`.
-
-    Args:
-        scores: the scores s, finite; greater is better.
-        temperature: T, above 0; the lower it is, the more the best one gets.
-    """
+    """The weights `exp(sᵢ / T) / Σ exp(sⱼ / T)`."""
     best = max(scores)
     powers = [math.exp((score - best) / temperature) for score in scores]
     total = math.fsum(powers)
@@ -87,10 +63,7 @@ def task_arithmetic(base: Block, blocks: Iterable[Block], weights: Sequence[floa
     Ilharco et al., Editing Models with Task Arithmetic (ICLR 2023), arXiv:2212.04089. There, all w are 1.
 
     Args:
-        base: the block b of the base.
         blocks: the blocks x of the fine-tuned inputs, in order, which may be changed.
-        weights: the weights w.
-        scale: the scaling term λ.
     """
     total = _weighted_sum((_minus(block, base) for block in blocks), weights)
     total *= scale
@@ -104,11 +77,6 @@ def slerp_weights(dot: float, norms: tuple[float, float], t: float) -> tuple[flo
     Shoemake, Animating Rotation with Quaternion Curves (SIGGRAPH 1985). θ is the angle between the flattened tensors,
     which keep their lengths. If that is undefined, because one of them is zero, or (nearly) 0 or π, because the cosine
     is above 0.9995 or below -0.9995, the interpolation is linear: `1 - t` and `t`.
-
-    Args:
-        dot: the sum of the products of their elements.
-        norms: their Euclidean norms.
-        t: 0 for the first, 1 for the second.
     """
     cosine = dot / norms[0] / norms[1] if min(norms) > 0 else 1.0
     if abs(cosine) > PARALLEL:
@@ -118,22 +86,12 @@ def slerp_weights(dot: float, norms: tuple[float, float], t: float) -> tuple[flo
 
 
 def slerp(blocks: Iterable[Block], weights: tuple[float, float]) -> Block:
-    """The sum of two blocks with the weights of `slerp_weights`.
-
-    Args:
-        blocks: the two blocks, which may be changed.
-        weights: the weights.
-    """
+    """The sum of two blocks with the weights of `slerp_weights`."""
     return _weighted_sum(blocks, weights)
 
 
 def magnitudes(block: Block, base: Block) -> Block:
-    """The magnitudes |x - b|.
-
-    Args:
-        block: the block x, which may be changed.
-        base: the block b of the base.
-    """
+    """The magnitudes |x - b|."""
     return np.abs(_minus(block, base), out=block)
 
 
@@ -148,11 +106,8 @@ def ties(
     there are none. In the paper, all w are 1.
 
     Args:
-        base: the block b of the base.
         blocks: the blocks x of the fine-tuned inputs, in order, which may be changed.
         thresholds: for each of them, the least magnitude that is kept.
-        weights: the weights w, above 0.
-        scale: the scaling term λ.
     """
     total, memory, kept = np.zeros_like(base), np.empty_like(base), []
     for block, threshold, weight in zip(blocks, thresholds, weights, strict=True):
@@ -191,12 +146,7 @@ def dare(
     arXiv:2311.03099. The result is `b + λ Σ wᵢ mᵢ (xᵢ - b) / (1 - p)`, where the mask m is 0 with the probability p.
 
     Args:
-        base: the block b of the base.
         blocks: the blocks x of the fine-tuned inputs, in order, which may be changed.
-        masks: the masks m, from `dare_masks`.
-        density: 1 - p, above 0.
-        weights: the weights w.
-        scale: the scaling term λ.
     """
 
     def deltas() -> Iterator[Block]:
@@ -222,11 +172,6 @@ def dare_masks(
     eight bytes, little-endian, of the SHA-256 of `{seed}/{number}/{name}`. So the mask depends on nothing else.
 
     Args:
-        seed: the seed.
-        name: the tensor's name.
-        inputs: how many fine-tuned inputs there are; their numbers start from 0.
-        shape: the tensor's shape.
-        box: the box.
         density: the share of elements to keep, at most 1.
     """
     steps: NDArray[Any] = np.zeros(1, np.uint64)
@@ -250,12 +195,6 @@ def low_rank(base: Block, a: Block, b: Block, scaling: float) -> Block:
     """LoRA, `W + s B A`: products are added rank by rank, so that the sums do not depend on the shape of the block.
 
     Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (ICLR 2022), arXiv:2106.09685.
-
-    Args:
-        base: the block of W, of two dims, to which the product is added in place.
-        a: the columns of A, (rank, columns).
-        b: the rows of B, (rows, rank).
-        scaling: the scaling s.
     """
     step = max(1, _TILE // max(1, base.shape[1]))
     for first in range(0, base.shape[0], step):

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from ucformat.jobs.inputs import InputBox
     from ucformat.storage.base import Store
 
-__all__ = ["Combination", "CombineJob"]
-
 T = TypeVar("T")
 
 _READ_BYTES = 48 << 20  # of all inputs together, that a thread holds at once
@@ -68,11 +66,7 @@ class Combination:
         self.infos = [output.info for output in found]
 
     def plan(self, how: How) -> dict[str, Any]:
-        """The plan, which identifies it: the files of the inputs as they are now, tensors, method and grids.
-
-        Args:
-            how: the options.
-        """
+        """The plan, which identifies it: the files of the inputs as they are now, tensors, method and grids."""
         return {
             "combine": {"method": self.method.name, **self.method.document()},
             "inputs": [plan_document(source, (), how) for source in self.sources],
@@ -92,11 +86,7 @@ class Combination:
 
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
-        """Make it in another process.
-
-        Args:
-            spec: from `spec`.
-        """
+        """Make it in another process."""
         sources = [reopen(one) for one in spec["inputs"]]
         name, found = spec["method"]
         parameters = {**found, "weights": tuple(found["weights"])}
@@ -104,26 +94,14 @@ class Combination:
         return cls(sources, method, *spec["chosen"])
 
     def operands(self, output: Output, box: Box) -> Sequence[Operand]:
-        """What has to be read for a box of a tensor.
-
-        Args:
-            output: the tensor.
-            box: the box.
-        """
+        """What has to be read for a box of a tensor."""
         if output.how == "combined":
             return self.method.operands(output.inputs, box)
         return [Operand(n, info, box) for n, info in enumerate(output.inputs)]
 
 
 class CombineJob(ShardJob):
-    """Writes the shards of combined tensors.
-
-    Args:
-        combination: what is combined.
-        store: the place of the new checkpoint.
-        attempt: the attempt's name.
-        how: the options.
-    """
+    """Writes the shards of combined tensors."""
 
     kind = "combine"
 
@@ -308,12 +286,7 @@ _SCANNED = 1 << 21  # elements that are read at once by a scan
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
-    """Cut a box along its first dims; the parts are consecutive in C order.
-
-    Args:
-        box: the box.
-        most: the most elements of a part.
-    """
+    """Cut a box along its first dims; the parts are consecutive in C order."""
     if box.size <= most:
         yield box
         return

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.combine.formulas import Block
 
-__all__ = ["Lora"]
-
 CONFIG = "adapter_config.json"
 
 _PREFIX = "base_model.model."
@@ -71,11 +69,7 @@ class _Update:
 
 
 class Lora(Method):
-    """`formulas.low_rank`, of the base and one or more adapters.
-
-    Attributes:
-        weights: the weights of the adapters.
-    """
+    """`formulas.low_rank`, of the base and one or more adapters."""
 
     name = "lora"
     has_base = True
@@ -246,11 +240,7 @@ class _Tensors:
 
 
 def _weights(adapter: Checkpoint) -> dict[str, TensorInfo]:
-    """The weights of the model, by name, without tensors of values such as a random number generator's state.
-
-    Raises:
-        IntegrityError: one has no elements.
-    """
+    """The weights of the model, by name, without tensors of values such as a random number generator's state."""
     of_values = set(references(dict(adapter.objects)))
     found = {}
     for name in adapter.names():

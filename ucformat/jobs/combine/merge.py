@@ -124,15 +124,7 @@ def plan_merge(
     """Plan a merge; reads no tensors, and writes nothing.
 
     Args:
-        method: as for `merge`, and so are the others.
-        sources: the inputs.
         parameters: `base`, `weights`, `scale`, `density`, `t` and `seed`; None as if it were not there.
-        states: the states.
-        take: patterns of names.
-        cast: the dtype.
-
-    Raises:
-        UcformatError: as for `merge`.
     """
     found = _parameters(method, {name: value for name, value in parameters.items() if value is not None})
     base: Place | None = found.get("base")
@@ -151,11 +143,7 @@ def plan_merge(
 
 
 def _parameters(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a method, with defaults.
-
-    Raises:
-        UsageError: the method is unknown, or does not take one of them, or lacks one.
-    """
+    """The parameters of a method, with defaults."""
     if method not in _TAKES:
         raise UsageError(f"{method!r} is no method of merging", hint=f"there are: {', '.join(_TAKES)}")
     takes = _TAKES[method]

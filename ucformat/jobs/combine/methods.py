@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ucformat.jobs.combine.formulas import Block
     from ucformat.jobs.combine.thresholds import Scan
 
-__all__ = ["METHODS", "REAL", "Average", "Dare", "Elementwise", "Method", "Operand", "Slerp", "TaskArithmetic", "Ties"]
-
 #: The dtypes that are combined; of others, all inputs must have the same values.
 REAL = CASTABLE
 
@@ -65,36 +63,15 @@ class Method(ABC):
 
     @abstractmethod
     def operands(self, inputs: Sequence[TensorInfo], box: Box) -> Sequence[Operand]:
-        """What has to be read for a box of a tensor.
-
-        Args:
-            inputs: the tensor in each input.
-            box: the box.
-        """
+        """What has to be read for a box of a tensor."""
 
     def prepare(self, info: TensorInfo, scan: Scan) -> Any:  # noqa: ARG002 - most need nothing
-        """Find what the formula has to know of a whole tensor.
-
-        Args:
-            info: the tensor.
-            scan: reads it.
-        """
+        """Find what the formula has to know of a whole tensor."""
         return None
 
     @abstractmethod
     def combine(self, info: TensorInfo, box: Box, piece: Box, arrays: Sequence[NDArray[Any]], known: Any) -> Block:
-        """Compute a block.
-
-        Args:
-            info: the tensor.
-            box: the block's box: consecutive elements of the piece.
-            piece: the box of which the operands were read.
-            arrays: the operands.
-            known: from `prepare`.
-
-        Returns:
-            Its elements, in C order.
-        """
+        """Compute a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,24 +106,11 @@ class Elementwise(Method):
 
     @abstractmethod
     def formula(self, info: TensorInfo, box: Box, blocks: Iterator[Block], known: Any) -> Block:
-        """Compute a block.
-
-        Args:
-            info: the tensor.
-            box: the block's box.
-            blocks: the block of each input, in order.
-            known: from `prepare`.
-        """
+        """Compute a block."""
 
 
 def wide(box: Box, piece: Box, arrays: Sequence[NDArray[Any]]) -> Iterator[Block]:
-    """A block of each of several arrays in float64.
-
-    Args:
-        box: the block's box: consecutive elements of the piece.
-        piece: the box that the arrays hold.
-        arrays: the arrays.
-    """
+    """A block of each of several arrays in float64."""
     start = 0
     for first, begin, n in zip(box.start, piece.start, piece.shape, strict=True):
         start = start * n + first - begin

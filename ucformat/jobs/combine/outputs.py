@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-__all__ = ["Output", "find_outputs", "is_scaled", "scaled_modules"]
-
 T = TypeVar("T")
 
 _NAMED = 5  # tensors that an error names
@@ -29,7 +27,6 @@ class Output:
     """A tensor of a combined checkpoint.
 
     Attributes:
-        info: the tensor.
         how: whether it is combined; `equal` in all inputs, which is checked, since it has no floating-point numbers,
             or numbers of float8 that need scales; or taken from the first.
         inputs: the tensor in each input, which may have it under another tied name; those of adapters are found
@@ -51,9 +48,6 @@ def find_outputs(
         states: their states (None: for each name `weight`, or `master` if only that is stored).
         take: globs or `/regex/`es of the names of tensors that are taken from the first input as they are.
         cast: the dtype of combined tensors (None: as in the first input).
-
-    Raises:
-        UsageError: the inputs differ; the message lists the tensors.
     """
     if cast is not None and cast not in REAL:
         there = ", ".join(sorted(REAL))
@@ -90,22 +84,13 @@ def find_outputs(
 
 
 def scaled_modules(ck: Checkpoint) -> set[str]:
-    """Return the modules that have tensors of scales: their float8 weights mean something only with these.
-
-    Args:
-        ck: the checkpoint.
-    """
+    """Return the modules that have tensors of scales: their float8 weights mean something only with these."""
     parts = (name.rpartition(".") for name in ck.names())
     return {module for module, _, own in parts if "scale" in own}
 
 
 def is_scaled(info: TensorInfo, scaled: set[str]) -> bool:
-    """Check whether a tensor is quantized to float8, with scales beside it.
-
-    Args:
-        info: the tensor.
-        scaled: as from `scaled_modules`.
-    """
+    """Check whether a tensor is quantized to float8, with scales beside it."""
     return info.dtype.startswith("float8") and info.name.rpartition(".")[0] in scaled
 
 

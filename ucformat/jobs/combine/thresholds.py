@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from ucformat.jobs.combine.formulas import Block
 
-__all__ = ["Scan", "find_thresholds"]
-
 T = TypeVar("T")
 
 _SHARE, _LEAST, _SAMPLED = 16, 1 << 12, 1 << 18  # one in so many is in the sample, which is not smaller, nor larger
@@ -43,7 +41,6 @@ class Scan(Protocol):
 
         Args:
             find: called with the blocks of all inputs at one place, in order of the inputs.
-            fold: makes one result of two.
         """
 
 
@@ -99,13 +96,7 @@ class _Counts:
         self.keys, self.numbers, self.shift = keys, numbers, common
 
     def range_of(self, rank: float, beside: tuple[int, int], within: tuple[int, int]) -> tuple[int, int]:
-        """The range of the key that the magnitude of a rank has, or the one below or above all of them.
-
-        Args:
-            rank: 1 for the greatest.
-            beside: the bits of the range.
-            within: the bits of the range and the ones beside it.
-        """
+        """The range of the key that the magnitude of a rank has, or the one below or above all of them."""
         at_least = self.above + np.cumsum(self.numbers[::-1])  # how many there are of the greatest key, and so on
         n = int(np.searchsorted(at_least, rank))
         if rank <= self.above:
@@ -121,9 +112,6 @@ class _Search:
     """The search for the magnitude of a rank.
 
     Attributes:
-        rank: 1 for the greatest.
-        size: the number of magnitudes.
-        most: keys that are counted.
         known: the bits between which the threshold is for certain, the second excluded.
         looked_at: the bits at which the next round looks.
         sample: what the first round has counted.
@@ -197,9 +185,6 @@ def find_thresholds(scan: Scan, inputs: int, rank: int, size: int) -> list[float
 
     Args:
         scan: reads the tensor: the base first, then the inputs.
-        inputs: their number.
-        rank: 1 for the greatest magnitude.
-        size: the number of elements.
     """
     most = max(4, _COUNTED // inputs)
     searches = [_Search(rank, size, most) for _ in range(inputs)]

@@ -27,23 +27,11 @@ if TYPE_CHECKING:
     from ucformat.jobs.shards import How
     from ucformat.storage.base import Store
 
-__all__ = ["Place", "Planned", "checked_weights", "open_inputs"]
-
 Place: TypeAlias = "str | PathLike[str] | Checkpoint"
 
 
 def open_inputs(places: Place | Iterable[Place]) -> tuple[list[Place], list[Checkpoint]]:
-    """Open the inputs of a combination.
-
-    Args:
-        places: checkpoints, or their paths, urls or references, also to ranges of steps (`run7@1000..2000`).
-
-    Returns:
-        The places, without ranges, and the checkpoints.
-
-    Raises:
-        UsageError: one is given twice.
-    """
+    """Open the inputs of a combination."""
     listed: list[Place] = [places] if isinstance(places, str | PathLike | Checkpoint) else list(places)
     given: list[Place] = []
     for place in listed:
@@ -58,15 +46,7 @@ def open_inputs(places: Place | Iterable[Place]) -> tuple[list[Place], list[Chec
 
 
 def checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
-    """The weights of inputs.
-
-    Args:
-        weights: as given (None: 1 for each).
-        count: the number of inputs.
-
-    Raises:
-        UsageError: there are more or fewer weights than inputs, or one is not finite.
-    """
+    """The weights of inputs."""
     found = (1.0,) * count if weights is None else tuple(map(float, weights))
     if len(found) != count:
         raise UsageError(f"there are {len(found)} weights for {count} inputs", hint="give one for each, in their order")
@@ -81,8 +61,6 @@ class Planned:
     """A combination that is not written yet.
 
     Attributes:
-        combination: what is combined.
-        kind: the kind of its lineage.
         about: what the lineage says of each input, beside what the method does.
     """
 
@@ -103,13 +81,6 @@ class Planned:
 
         It has no step, since it is no point of a training, and no metrics, since nobody has measured it. Everything
         else that is not a tensor is that of the first input.
-
-        Args:
-            dst: the path, url or store of the new checkpoint.
-            how: the options.
-            overwrite: replace a checkpoint that is committed there.
-            run: the name of the run.
-            metrics: measured numbers.
         """
         store = as_store(dst)
         sources, method, plan = self.combination.sources, self.combination.method, self.combination.plan(how)

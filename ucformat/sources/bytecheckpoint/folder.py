@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Info, Store
 
-__all__ = ["LATEST", "Folder", "find_folder", "looks_like_bytecheckpoint"]
-
 LATEST = "latest_checkpointed_iteration.txt"
 _CLASS = b"bytecheckpoint."
 _HEAD = 512
@@ -43,11 +41,7 @@ class Folder:
 
 
 def looks_like_bytecheckpoint(store: Store) -> bool:
-    """Whether this is a save folder, the folder of a step, or that of a model or optimizer.
-
-    Args:
-        store: a store whose root is the folder.
-    """
+    """Whether this is a save folder, the folder of a step, or that of a model or optimizer."""
     if _is_ours(store, ""):
         return True
     if any(_is_ours(store, f"{part}/") for part in _PARTS):
@@ -59,12 +53,8 @@ def looks_like_bytecheckpoint(store: Store) -> bool:
 def find_folder(store: Store) -> Folder:
     """Find the newest step of a save folder, or the step or part at the store's root.
 
-    Args:
-        store: a store whose root is the folder.
-
     Raises:
         NotFound: the newest step, or a rank's extra state, is missing.
-        MissingData: a `.metadata` is missing or damaged.
     """
     if _is_ours(store, ""):
         name = "optimizer" if store.url.rstrip("/").endswith("/optimizer") else "model"

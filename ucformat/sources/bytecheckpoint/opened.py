@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ucformat.sources.bytecheckpoint.folder import Folder
     from ucformat.storage.base import ByteRange, Store
 
-__all__ = ["OpenByteCheckpoint"]
-
 _DDP = "module."
 
 

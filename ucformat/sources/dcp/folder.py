@@ -11,19 +11,6 @@ from ucformat.errors import MissingData, NotFound, UcformatError
 if TYPE_CHECKING:
     from ucformat.storage.base import ByteRange, Store
 
-__all__ = [
-    "INFO",
-    "METADATA",
-    "RANK_METADATA",
-    "SHARD",
-    "Files",
-    "has_items",
-    "has_metadata",
-    "has_shards",
-    "is_marker",
-    "looks_like_dcp",
-]
-
 METADATA = ".metadata"
 RANK_METADATA = "__0" + METADATA  # of a rank that saved without collectives
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
@@ -37,49 +24,29 @@ _RESTORE_HINT = "restore it from another copy of the checkpoint: each rank wrote
 
 
 def is_marker(name: str) -> bool:
-    """Whether only a DCP checkpoint has a file of this name.
-
-    Args:
-        name: the name of a file, without folders.
-    """
+    """Whether only a DCP checkpoint has a file of this name."""
     return name in (METADATA, RANK_METADATA) or SHARD.fullmatch(name) is not None
 
 
 def looks_like_dcp(store: Store) -> bool:
-    """Whether a folder has DCP's `.metadata`, or shards of its safetensors writer, or files of ranks.
-
-    Args:
-        store: a store whose root is the folder.
-    """
+    """Whether a folder has DCP's `.metadata`, or shards of its safetensors writer, or files of ranks."""
     if any(_METADATA_MODULE in _head(store, name) for name in (METADATA, RANK_METADATA)) or has_shards(store):
         return True
     return has_items(store)
 
 
 def has_items(store: Store) -> bool:
-    """Whether a folder has files of ranks, such as `__0_0.distcp`.
-
-    Args:
-        store: a store whose root is the folder.
-    """
+    """Whether a folder has files of ranks, such as `__0_0.distcp`."""
     return any(_ITEMS.fullmatch(info.key) for info in islice(store.list(), _MAX_LISTED))
 
 
 def has_metadata(store: Store) -> bool:
-    """Whether a folder has a `.metadata` that is not empty.
-
-    Args:
-        store: a store whose root is the folder.
-    """
+    """Whether a folder has a `.metadata` that is not empty."""
     return bool(_head(store, METADATA))
 
 
 def has_shards(store: Store) -> bool:
-    """Whether a folder has shards of DCP's safetensors writer, by their names and the metadata of the first.
-
-    Args:
-        store: a store whose root is the folder.
-    """
+    """Whether a folder has shards of DCP's safetensors writer, by their names and the metadata of the first."""
     name = next((info.key for info in islice(store.list(), _MAX_LISTED) if SHARD.fullmatch(info.key)), None)
     if name is None:
         return False
@@ -107,15 +74,7 @@ class Files:
         self._sizes: dict[str, int] | None = None
 
     def check(self, stored: ByteRange, label: str) -> None:
-        """Check that a file has all bytes of an item.
-
-        Args:
-            stored: the range of the item.
-            label: the name of the item, for messages.
-
-        Raises:
-            MissingData: the file is missing, or ends before the item does.
-        """
+        """Check that a file has all bytes of an item."""
         if self._sizes is None:
             self._sizes = {info.key: info.size for info in self.store.list()}
         size = self._sizes.get(stored.file)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ucformat.sources.dcp.opened import ItemValues
     from ucformat.sources.pickle.stand_ins import StoredTensor
 
-__all__ = ["META", "OpenLightning"]
-
 META = "meta.pt"
 _VERSION = "pytorch-lightning_version"
 

@@ -38,10 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ucformat.reading.readable import FileRecord
-    from ucformat.sources.dcp.names import Path
+    from ucformat.reading.readable import StatePath as Path
     from ucformat.storage.base import Store
-
-__all__ = ["Items", "Metadata", "TensorEntry", "TransformedItems", "read_metadata"]
 
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _MAX_METADATA = 2 << 30  # bytes; 10^6 chunks take about 300 MB
@@ -85,19 +83,7 @@ class Metadata:
 
 
 def read_metadata(store: Store, key: str = METADATA, *, allow: tuple[str, ...] = ()) -> Metadata:
-    """Read and check a `.metadata` file.
-
-    Args:
-        store: the store of the checkpoint.
-        key: the key of the file. Its items are in files below the same folder.
-        allow: further packages whose classes become inert stand-ins.
-
-    Raises:
-        MissingData: there is no such file.
-        IntegrityError: the file is damaged.
-        UnsafeError: the file contains classes of packages that are not allowed.
-        UnsupportedError: the file has more than 2 GiB, or items that cannot be read in place.
-    """
+    """Read and check a `.metadata` file."""
     if not exists(store, key):
         raise MissingData(
             f"{store.url}/{key} is missing, which describes the files of all ranks",
@@ -264,15 +250,8 @@ class Items:
         """Find the extents of a tensor entry, one for each chunk.
 
         Args:
-            fqn: the name of the entry.
-            info: the tensor, for dtype, shape and messages.
             within: a box of the tensor: only chunks that overlap it. None: all chunks, which are checked to cover the
                 tensor.
-
-        Raises:
-            CoverageError: the chunks leave a hole.
-            MissingData: a chunk is not stored, or its file is missing or truncated.
-            IntegrityError: a chunk has another dtype or shape than the entry.
         """
         boxes = [box for box in self._boxes(fqn) if within is None or box.intersect(within)]
         at = {box: self.locate(fqn, box, info) for box in boxes}
@@ -295,12 +274,7 @@ class Items:
         """Find the byte range of an item, and check that its file has it.
 
         Args:
-            fqn: the name of the entry.
             box: the box of a chunk; None: the entry is bytes.
-            info: the tensor, for messages.
-
-        Raises:
-            MissingData: the metadata has no location of the item, or the file is missing or too short.
         """
         label = f"{info.key}{box}" if info else fqn
         stored = self.meta.stored.get((fqn, box.start if box else None))
@@ -317,15 +291,6 @@ class Items:
 
         If an archive has the same size as an earlier one, and begins with the same bytes up to the data, then its
         pickle and the location of its data are the same, and nothing else of it is read.
-
-        Args:
-            fqn: the name of the entry.
-            box: the box of the chunk.
-            stored: the byte range of the archive.
-            info: the tensor: its dtype, and for messages.
-
-        Raises:
-            IntegrityError: the archive does not contain a tensor of this dtype and shape.
         """
         kind = (info.dtype, box.shape, stored.nbytes)
         template = self._templates.get(kind)
@@ -354,14 +319,8 @@ class Items:
     def values(self, fqns: Iterable[str]) -> dict[str, TorchFile | OpaqueFile]:
         """Open bytes entries, and tensors of one chunk; entries stored close together are read together.
 
-        Args:
-            fqns: the names of the entries.
-
         Returns:
             the archive of each; a `OpaqueFile` if its pickle contains classes that are not allowed.
-
-        Raises:
-            MissingData: an entry has no location, or its file is missing or truncated.
         """
         where: dict[str, ByteRange] = {}
         for fqn in fqns:
@@ -385,16 +344,7 @@ class Items:
 
 
 def check_dense(tensor: StoredTensor, stored: ByteRange, label: str) -> None:
-    """Check that an item holds each element of its tensor, as DCP writes them.
-
-    Args:
-        tensor: as the item describes it.
-        stored: the item.
-        label: the name of the tensor, for messages.
-
-    Raises:
-        IntegrityError: the tensor has more bytes than the item.
-    """
+    """Check that an item holds each element of its tensor, as DCP writes them."""
     if tensor.nbytes > stored.nbytes:
         raise IntegrityError(
             f"{stored.file}: {label} has {tensor.nbytes:,} bytes, but its item has {stored.nbytes:,}",

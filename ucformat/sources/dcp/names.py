@@ -13,26 +13,12 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import UsageError
 from ucformat.geometry.tensor import Key
-from ucformat.reading.readable import StatePath as Path
 
 if TYPE_CHECKING:
+    from ucformat.reading.readable import StatePath as Path
     from collections.abc import Collection, Iterable, Mapping
 
     Shape = tuple[int, ...]
-
-__all__ = [
-    "GROUPS",
-    "MODEL_KEYS",
-    "Naming",
-    "Path",
-    "dotted",
-    "key_of_dotted",
-    "name_state",
-    "optimizer_roots",
-    "split_option",
-    "split_state",
-]
-
 
 GROUPS = "param_groups"
 _STATE = "state"
@@ -41,20 +27,12 @@ MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "net")
 
 
 def dotted(path: Path) -> str:
-    """Join a path with dots.
-
-    Args:
-        path: the keys from the root of a nested state.
-    """
+    """Join a path with dots."""
     return ".".join(map(str, path))
 
 
 def optimizer_roots(paths: Iterable[Path]) -> set[Path]:
-    """Find the optimizers of a state: the paths of the mappings that contain `param_groups`, nested or flattened.
-
-    Args:
-        paths: the path of each leaf of the state.
-    """
+    """Find the optimizers of a state: the paths of the mappings that contain `param_groups`, nested or flattened."""
     roots: set[Path] = set()
     for path in paths:
         for i, part in enumerate(path):
@@ -90,12 +68,7 @@ def name_state(
 
     Args:
         tensors: the shape of each tensor, by path; None if it is not known.
-        optimizers: the paths of the optimizers.
         owners: the path of the model that each optimizer trains, by the optimizer's; only those that are known.
-        listed: the names of parameters in the groups of an optimizer, by its path; used if it has no states.
-
-    Raises:
-        UsageError: an optimizer has parameters that are not in its model according to `owners`.
     """
     roots = sorted(optimizers, key=lambda root: (-len(root), dotted(root)))
     states: dict[Path, tuple[Path, str, str]] = {}
@@ -149,11 +122,7 @@ def _optimizer_state(below: Path, leaves: Collection[str]) -> tuple[str, str] | 
 
 
 def split_option(key: str) -> tuple[str, str]:
-    """Split a key of a flattened optimizer state dict into a parameter and a hyper-parameter.
-
-    Args:
-        key: `param_groups.<parameter>.<hyper-parameter>`; for other keys, the result is empty.
-    """
+    """Split a key of a flattened optimizer state dict into a parameter and a hyper-parameter."""
     name, _, option = key[len(GROUPS) + 1 :].rpartition(".")
     return (name, option) if key.startswith(GROUPS + ".") else ("", "")
 
@@ -162,7 +131,6 @@ def split_state(text: str, names: Collection[str]) -> tuple[str, str] | None:
     """Split the name of a parameter and of a state, which are joined by a dot.
 
     Args:
-        text: the two names.
         names: known names of parameters: the longest that `text` begins with is used; otherwise, the last dot splits.
 
     Returns:
@@ -190,10 +158,6 @@ def key_of_dotted(text: str, states: Mapping[str, Collection[str]]) -> Key | Non
 
     The path may begin with the program's key for the model; for an optimizer state, with any keys for the optimizer,
     and then `state`.
-
-    Args:
-        text: the path, joined by dots.
-        states: the states of each stored name.
 
     Returns:
         the key of the tensor; None if none matches.
@@ -239,11 +203,6 @@ def _find_owners(
 
     Args:
         weights: the shape of each weight, by path; None if it is not known.
-        params: the names of each optimizer's parameters, and the shapes of the states of each.
-        owners: those that are known.
-
-    Raises:
-        UsageError: a known model lacks a parameter of its optimizer.
     """
     mappings: dict[Path, dict[str, Shape | None]] = {}
     for path, shape in weights.items():

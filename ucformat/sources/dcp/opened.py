@@ -9,13 +9,13 @@ import numpy as np
 
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.tensor import TensorInfo, TensorList
-from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence, Place, unreadable_error
+from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence, Place, json_key, unreadable_error
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.dcp.names import GROUPS, dotted, split_state
 from ucformat.sources.dcp.state import name_entries
 from ucformat.sources.index import Group, unknown_tensor
 from ucformat.sources.pickle.stand_ins import OpaqueFile, unknown_dtype
-from ucformat.sources.values import from_json, json_key, packed, to_json
+from ucformat.sources.values import from_json, packed, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,30 +23,20 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Key
     from ucformat.reading.readable import FileRecord
+    from ucformat.reading.readable import StatePath as Path
     from ucformat.sources.dcp.metadata import Items, Metadata
-    from ucformat.sources.dcp.names import Path
     from ucformat.sources.dcp.state import NamedEntries, Optimizer
     from ucformat.sources.pickle.file import TorchFile
     from ucformat.sources.pickle.stand_ins import StoredTensor
 
     Values = Mapping[str, TorchFile | OpaqueFile]
 
-__all__ = ["STEPS", "ItemValues", "OpenDcp", "nested_objects", "plain_value", "shared_value"]
-
 STEPS = ("global_step", "global_steps", "step", "iteration")
 _MAX_NBYTES = 256 << 20  # bytes of the tensors in one value
 
 
 def plain_value(file: TorchFile | OpaqueFile, path: str) -> Any:
-    """Convert an item to its JSON form, with all tensors inside: an item's tensors are not tensors of the checkpoint.
-
-    Args:
-        file: the item, opened.
-        path: the path of the value, for messages.
-
-    Raises:
-        UnsupportedError: the item has more than 256 MiB of tensors, or a value without a JSON form.
-    """
+    """Convert an item to its JSON form, with all tensors inside: an item's tensors are not tensors of the checkpoint."""
     if isinstance(file, OpaqueFile):
         return to_json(file.opaque())
     remaining = _MAX_NBYTES
@@ -120,11 +110,7 @@ def _groups_of(optimizer: Optimizer, files: Values) -> list[tuple[Mapping[str, A
 
 
 def shared_value(values: dict[str, Any]) -> Any:
-    """The value of all parameters if it is the same, otherwise the values by name.
-
-    Args:
-        values: the values by name, at least one.
-    """
+    """The value of all parameters if it is the same, otherwise the values by name."""
     first = next(iter(values.values()))
     return first if all(type(v) is type(first) and v == first for v in values.values()) else values
 
@@ -145,13 +131,7 @@ def _flattened(optimizer: Optimizer, flat: Mapping[str, Path], files: Values) ->
 
 
 def nested_objects(values: Mapping[str, Path], files: Values, tensors: Iterable[Path]) -> dict[str, Any]:
-    """Nest values as in the state dict; lists are restored if no tensor was in them.
-
-    Args:
-        values: the path of each value, by entry.
-        files: the opened entries.
-        tensors: the paths of tensors.
-    """
+    """Nest values as in the state dict; lists are restored if no tensor was in them."""
     with_tensors = {p[:i] for p in tensors for i in range(len(p))}
     tree: dict[Any, Any] = {}
     for fqn, path in values.items():

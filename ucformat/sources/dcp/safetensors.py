@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ucformat.sources.safetensors.opened import Header
     from ucformat.storage.base import Store
 
-__all__ = ["OpenShards"]
-
 
 class OpenShards:
     """The opened shards of a folder."""

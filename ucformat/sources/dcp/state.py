@@ -15,10 +15,8 @@ from ucformat.sources.pickle.stand_ins import StoredTensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from ucformat.reading.readable import StatePath as Path
     from ucformat.sources.dcp.metadata import Metadata
-    from ucformat.sources.dcp.names import Path
-
-__all__ = ["NamedEntries", "Optimizer", "name_entries"]
 
 Numbers = dict[str, str]
 
@@ -35,14 +33,7 @@ class Optimizer:
     known: frozenset[str] = frozenset()  # names of parameters, which may contain dots
 
     def name(self, entry: Any) -> str:
-        """The name of a parameter in a group.
-
-        Args:
-            entry: a number, or the name without the optimizer's prefix.
-
-        Raises:
-            IntegrityError: the entry is neither a name nor a known number.
-        """
+        """The name of a parameter in a group."""
         if self.numbers is not None and str(entry) in self.numbers:
             return self.numbers[str(entry)]
         if not isinstance(entry, str):
@@ -68,15 +59,9 @@ def name_entries(
     """Name every entry.
 
     Args:
-        meta: the metadata.
         groups_of: reads the groups of an optimizer, with `params` as in the file; called only if its entries are
             numbered.
         given: the parameter names of each group, for numbered entries; None: they are derived from shapes and order.
-        owners: the path of the model that each optimizer trains, by the optimizer's, both joined by dots.
-
-    Raises:
-        UsageError: an option is needed, or does not match the checkpoint.
-        IntegrityError: an optimizer has states of a parameter that is in none of its groups.
     """
     paths = _paths(meta)
     optimizers = [Optimizer(root) for root in sorted(optimizer_roots(paths.values()), key=len, reverse=True)]

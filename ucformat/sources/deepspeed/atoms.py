@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from ucformat.sources.tp_merge.sharding import Shapes
     from ucformat.storage.base import Store
 
-__all__ = ["Atom", "atom_names", "read_atoms", "take_apart"]
-
 Shape = tuple[int, ...]
 
 _ATOM = re.compile(r"zero/(.+)/([^/]+)\.pt", re.DOTALL)
@@ -65,15 +63,8 @@ class Atom:
 def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Find the atoms of each parameter.
 
-    Args:
-        prefix: the tag folder with a trailing `/`, or "".
-        names: the names of all files, relative to the tag folder.
-
     Returns:
         the key of each atom, by parameter and by the state in the file's name.
-
-    Raises:
-        MissingData: a conversion was interrupted, or a parameter has no `fp32.pt`.
     """
     names = list(names)
     found: dict[str, dict[str, str]] = {}
@@ -96,17 +87,7 @@ def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
 def read_atoms(
     store: Store, keys: Mapping[str, Mapping[str, str]], shapes: Mapping[str, Shape], allow: tuple[str, ...]
 ) -> dict[str, list[Atom]]:
-    """Open all atoms concurrently, reading a few kilobytes of each.
-
-    Args:
-        store: the store of the checkpoint.
-        keys: the key of each atom, by parameter and state (see `atom_names`).
-        shapes: the shapes of parameters that the model states record; an atom of another shape is an error.
-        allow: further packages whose classes become inert stand-ins.
-
-    Returns:
-        the atoms of each parameter, the master first.
-    """
+    """Open all atoms concurrently, reading a few kilobytes of each."""
 
     def read(item: tuple[str, str, str]) -> Atom:
         name, state, key = item
@@ -174,18 +155,7 @@ def take_apart(
     keys: Mapping[str, Mapping[str, str]],
     allow: tuple[str, ...],
 ) -> dict[str, list[Atom]]:
-    """Give each rank its parts of the atoms that were joined because no pattern matched.
-
-    Args:
-        store: the store of the checkpoint.
-        stages: the slices, by pipeline stage and tensor-parallel rank; the parts are added to their contents.
-        info: the checkpoint's patterns.
-        keys: the key of each atom, by parameter and state.
-        allow: further packages whose classes become inert stand-ins.
-
-    Returns:
-        the atoms that were split, by parameter.
-    """
+    """Give each rank its parts of the atoms that were joined because no pattern matched."""
     parts: dict[str, tuple[Sequence[Slice], Shapes]] = {}
     for slices in stages if len(stages[0]) > 1 else ():
         for name in slices[0].model.described:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ucformat.errors import IntegrityError, UnsupportedError
-from ucformat.sources.index import Group
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.values import to_json
 from ucformat.storage.concurrency import map_io
@@ -17,22 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ucformat.sources.pickle.file import TorchFile
-
-__all__ = [
-    "Group",
-    "Partition",
-    "Ranks",
-    "check_same_states",
-    "hyper_parameters",
-    "load_all",
-    "need",
-    "read_scalars",
-    "scalars",
-    "stage_of",
-    "state_of",
-    "stored",
-    "zero_options",
-]
 
 T = TypeVar("T")
 
@@ -74,11 +57,7 @@ class Ranks(ABC, Generic[T]):
         return self.get((rank,))[rank]
 
     def get(self, wanted: Iterable[int]) -> Mapping[int, T]:
-        """The parsed files of these ranks (and of others that are open), by rank.
-
-        Args:
-            wanted: the ranks.
-        """
+        """The parsed files of these ranks (and of others that are open), by rank."""
         with self._lock:
             missing = [rank for rank in wanted if rank not in self._open]
             if missing:
@@ -101,15 +80,7 @@ class Ranks(ABC, Generic[T]):
 
 
 def load_all(load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]) -> list[list[TorchFile]]:
-    """Open the files of a grid of keys concurrently.
-
-    Args:
-        load: opens one file.
-        rows: the keys; rows may differ in length.
-
-    Returns:
-        the files in rows as `rows`.
-    """
+    """Open the files of a grid of keys concurrently."""
     rows = list(rows)
     keys = [key for row in rows for key in row]
     opened = iter(map_io(load, keys))
@@ -117,17 +88,7 @@ def load_all(load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]) ->
 
 
 def need(mapping: Any, key: str, kind: type | tuple[type, ...], file: str) -> Any:
-    """A required entry of a dictionary.
-
-    Args:
-        mapping: the dictionary; any other value has no entries.
-        key: the key of the entry.
-        kind: the type or types that are accepted.
-        file: the file's key, for messages.
-
-    Raises:
-        IntegrityError: the entry is missing or of another type.
-    """
+    """A required entry of a dictionary."""
     value = mapping.get(key) if isinstance(mapping, dict) else None
     if not isinstance(value, kind):
         raise IntegrityError(
@@ -138,16 +99,7 @@ def need(mapping: Any, key: str, kind: type | tuple[type, ...], file: str) -> An
 
 
 def state_of(found: dict[Any, Any], index: Any, file: str) -> dict[str, Any]:
-    """The optimizer states of one entry, by name; empty if the entry has none.
-
-    Args:
-        found: the states of all entries.
-        index: the entry's number or name.
-        file: the file's key, for messages.
-
-    Raises:
-        IntegrityError: the states are not a dictionary by names.
-    """
+    """The optimizer states of one entry, by name; empty if the entry has none."""
     value = found.get(index, {}) if isinstance(index, int | str) else None
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise IntegrityError(
@@ -158,38 +110,21 @@ def state_of(found: dict[Any, Any], index: Any, file: str) -> dict[str, Any]:
 
 
 def stored(value: Any, label: str, file: str) -> StoredTensor:
-    """A value that must be a tensor.
-
-    Args:
-        value: an unpickled value.
-        label: names the value in messages.
-        file: the file's key, for messages.
-
-    Raises:
-        IntegrityError: it is not a tensor.
-    """
+    """A value that must be a tensor."""
     if not isinstance(value, StoredTensor):
         raise IntegrityError(f"{label} in {file} is a {type(value).__name__} instead of a tensor")
     return value
 
 
 def zero_options(value: dict[str, Any]) -> dict[str, Any]:
-    """`zero_optimization` of the DeepSpeed configuration in a file; empty if there is none.
-
-    Args:
-        value: the file's value.
-    """
+    """`zero_optimization` of the DeepSpeed configuration in a file; empty if there is none."""
     config = value.get("ds_config")
     options = config.get("zero_optimization") if isinstance(config, dict) else None
     return options if isinstance(options, dict) else {}
 
 
 def stage_of(value: Any) -> int | None:
-    """The ZeRO stage, from 0 to 3, that an optimizer's `zero_stage` names; None if unknown.
-
-    Args:
-        value: a number, or a member of DeepSpeed's enumeration.
-    """
+    """The ZeRO stage, from 0 to 3, that an optimizer's `zero_stage` names; None if unknown."""
     if isinstance(value, Inert) and value.args:
         value = value.args[0]
     names = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
@@ -198,15 +133,7 @@ def stage_of(value: Any) -> int | None:
 
 
 def hyper_parameters(group: Any, file: TorchFile) -> dict[str, Any]:
-    """The hyper-parameters of an optimizer group, as JSON.
-
-    Args:
-        group: the entry of `param_groups`.
-        file: the file that contains it.
-
-    Raises:
-        IntegrityError: the group is not a dictionary.
-    """
+    """The hyper-parameters of an optimizer group, as JSON."""
     if not isinstance(group, dict):
         raise IntegrityError(f"an optimizer group in {file.key} is a {type(group).__name__}")
     plain: dict[str, Any] = to_json(
@@ -216,24 +143,14 @@ def hyper_parameters(group: Any, file: TorchFile) -> dict[str, Any]:
 
 
 def scalars(file: TorchFile, state: dict[str, Any], dropped: frozenset[str]) -> dict[str, Any]:
-    """All values of an optimizer file except its parameters' tensors and the dropped keys.
-
-    Args:
-        file: the optimizer file.
-        state: its `optimizer_state_dict`.
-        dropped: the keys of `state` to omit.
-    """
+    """All values of an optimizer file except its parameters' tensors and the dropped keys."""
     known = ("optimizer_state_dict", "ds_config", "ds_version")  # the last two are in the model states too
     around = {k: v for k, v in file.value.items() if k not in known}
     return {**around, **{k: v for k, v in state.items() if k not in dropped}}
 
 
 def read_scalars(partition: Partition) -> list[dict[str, bytes]]:
-    """Read the 0-d tensors among an optimizer's states, as bytes by state, for each flat group.
-
-    Args:
-        partition: a rank's optimizer file.
-    """
+    """Read the 0-d tensors among an optimizer's states, as bytes by state, for each flat group."""
     return [
         {
             n: partition.file.read(v)
@@ -245,16 +162,7 @@ def read_scalars(partition: Partition) -> list[dict[str, bytes]]:
 
 
 def check_same_states(partition: Partition, first: Partition, scalars: Sequence[Mapping[str, bytes]]) -> None:
-    """Check that two ranks have the same optimizer states and scalars (`step`), as far as these can be read.
-
-    Args:
-        partition: a rank's optimizer file.
-        first: rank 0's.
-        scalars: rank 0's, by group.
-
-    Raises:
-        IntegrityError: a name, a dtype, a number of dims or a scalar differs.
-    """
+    """Check that two ranks have the same optimizer states and scalars (`step`), as far as these can be read."""
     for index, (mine, theirs) in enumerate(zip(first.values(), partition.values(), strict=True)):
         if mine.keys() != theirs.keys() or not all(_alike(v, theirs[n]) for n, v in mine.items()):
             raise IntegrityError(
@@ -282,14 +190,7 @@ def _described(states: Mapping[str, Any]) -> str:
 
 
 def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -> UnsupportedError:
-    """The error for an optimizer state that is neither as long as the flat group nor a scalar.
-
-    Args:
-        state: the state's name.
-        tensor: the state.
-        group: number of the flat group.
-        file: the file's key.
-    """
+    """The error for an optimizer state that is neither as long as the flat group nor a scalar."""
     return UnsupportedError(
         f"{file}: the optimizer state {state!r} of group {group} has shape {tensor.shape}, which does not match the "
         "group's parameters; such optimizers are not yet read"

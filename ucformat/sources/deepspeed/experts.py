@@ -28,38 +28,24 @@ if TYPE_CHECKING:
 
     from ucformat.sources.pickle.file import TorchFile
 
-__all__ = ["Experts", "adopt_experts", "check_degree", "expert_model", "expert_of", "is_expert", "recorded_degree"]
-
 _NAME = re.compile(r"\.?((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)", re.DOTALL)
 _GROUP = re.compile(r"ep_size_(\d{1,6})")
 _MAX_LISTED = 10
 
 
 def is_expert(name: str) -> bool:
-    """Whether a tensor belongs to an expert.
-
-    Args:
-        name: the tensor's name.
-    """
+    """Whether a tensor belongs to an expert."""
     return _NAME.fullmatch(name) is not None
 
 
 def expert_of(name: str) -> tuple[str, int] | None:
-    """The expert that a tensor belongs to: the prefix of its layer, and its number; None for other tensors.
-
-    Args:
-        name: the tensor's name.
-    """
+    """The expert that a tensor belongs to: the prefix of its layer, and its number; None for other tensors."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match[1], int(match[2]))
 
 
 def recorded_degree(group: object) -> int | None:
-    """The number of expert-parallel ranks that share a group that DeepSpeed made of experts; None for other groups.
-
-    Args:
-        group: the optimizer group, or its hyper-parameters.
-    """
+    """The number of expert-parallel ranks that share a group that DeepSpeed made of experts; None for other groups."""
     name = group.get("name") if isinstance(group, Mapping) and group.get("moe") else None
     found = _GROUP.fullmatch(name) if isinstance(name, str) else None
     return int(found[1]) if found else None
@@ -74,73 +60,35 @@ class Experts:
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def holders(self, degree: int, rank: int) -> range:
-        """The data-parallel ranks of an expert-parallel rank, in the order of their partitions.
-
-        Args:
-            degree: number of expert-parallel ranks.
-            rank: the expert-parallel rank.
-        """
+        """The data-parallel ranks of an expert-parallel rank, in the order of their partitions."""
         wide = self.dp // degree
         return range(rank * wide, (rank + 1) * wide) if self.data_first else range(rank, self.dp, degree)
 
     def place(self, degree: int, rank: int) -> int:
-        """The index of a data-parallel rank among those of its expert-parallel rank.
-
-        Args:
-            degree: number of expert-parallel ranks.
-            rank: the data-parallel rank.
-        """
+        """The index of a data-parallel rank among those of its expert-parallel rank."""
         return rank % (self.dp // degree) if self.data_first else rank // degree
 
     def globally(self, name: str, degree: int, rank: int) -> str:
-        """The global name of a parameter.
-
-        Args:
-            name: its name on the expert-parallel rank.
-            degree: number of expert-parallel ranks.
-            rank: the expert-parallel rank.
-        """
+        """The global name of a parameter."""
         match = _NAME.fullmatch(name)
         if match is None or degree == 1:
             return name
         return f"{match[1]}{rank * self.counts[match[1]] // degree + int(match[2])}{match[3]}"
 
     def local_name(self, name: str, degree: int) -> str:
-        """The name of a parameter on the expert-parallel rank that holds it; the inverse of `globally`.
-
-        Args:
-            name: its global name.
-            degree: number of expert-parallel ranks.
-        """
+        """The name of a parameter on the expert-parallel rank that holds it; the inverse of `globally`."""
         match = _NAME.fullmatch(name)
         if match is None or degree == 1:
             return name
         return f"{match[1]}{int(match[2]) % (self.counts[match[1]] // degree)}{match[3]}"
 
     def locally(self, name: str, degree: int, rank: int) -> bool:
-        """Whether an expert-parallel rank holds a parameter: one of its own experts, or not an expert's at all.
-
-        Args:
-            name: the parameter's global name.
-            degree: number of expert-parallel ranks.
-            rank: the expert-parallel rank.
-        """
+        """Whether an expert-parallel rank holds a parameter: one of its own experts, or not an expert's at all."""
         match = _NAME.fullmatch(name)
         return match is None or int(match[2]) * degree // self.counts[match[1]] == rank
 
     def degree_of(self, names: Iterable[str], hyper: Any, parts: Any, file: str) -> int:
-        """The number of expert-parallel ranks that share the parameters of a flat group; 1 without experts.
-
-        Args:
-            names: the local names of the group's parameters.
-            hyper: the group's hyper-parameters.
-            parts: number of partitions of the group, if the file records it.
-            file: the file's key, for messages.
-
-        Raises:
-            IntegrityError: the number of partitions or experts contradicts the files.
-            UnsupportedError: the group mixes experts with other parameters.
-        """
+        """The number of expert-parallel ranks that share the parameters of a flat group; 1 without experts."""
         recorded = recorded_degree(hyper)
         held: dict[str, set[int]] = {}
         other = None
@@ -179,17 +127,7 @@ class Experts:
 
 
 def adopt_experts(model: ModelStates, files: Mapping[tuple[int, int], TorchFile], dp: int) -> Experts:
-    """Add the experts' weights to the model states, each after its layer's gate.
-
-    Args:
-        model: the model states.
-        files: the experts' files, by layer of experts and expert.
-        dp: number of data-parallel ranks.
-
-    Raises:
-        MissingData: the files of some experts are missing; the message names them.
-        IntegrityError: the files do not belong together.
-    """
+    """Add the experts' weights to the model states, each after its layer's gate."""
     recorded = model.value.get("num_experts") or []
     if not isinstance(recorded, list) or any(type(n) is not int or n < 1 for n in recorded):
         raise IntegrityError(f"{model.key} has no usable 'num_experts' ({recorded!r:.80})")
@@ -233,15 +171,7 @@ def adopt_experts(model: ModelStates, files: Mapping[tuple[int, int], TorchFile]
 
 
 def expert_model(base: ModelStates, file: TorchFile, experts: Experts, degree: int, rank: int) -> ModelStates:
-    """The model states of an expert-parallel rank under ZeRO 0: its own optimizer and experts, and all shared tensors.
-
-    Args:
-        base: the model states with the weights of all experts.
-        file: the rank's optimizer file, whose value is replaced.
-        experts: the experts.
-        degree: number of expert-parallel ranks.
-        rank: the expert-parallel rank.
-    """
+    """The model states of an expert-parallel rank under ZeRO 0: its own optimizer and experts, and all shared tensors."""
     state = need(file.value, "optimizer", (dict, type(None)), file.key)
     buffers = [experts.globally(name, degree, rank) for name in base.buffers]
     file.value = {"module": {}, "buffer_names": buffers, "optimizer": state}
@@ -253,18 +183,7 @@ def expert_model(base: ModelStates, file: TorchFile, experts: Experts, degree: i
 
 
 def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
-    """Under ZeRO 0, check that there is one optimizer file for each expert-parallel rank.
-
-    Args:
-        experts: the experts.
-        model: the model states.
-        degree: number of optimizer files.
-
-    Raises:
-        UnsupportedError: layers have different numbers of expert-parallel ranks.
-        MissingData: there are too few files.
-        IntegrityError: there are too many, or they do not divide the experts or ranks.
-    """
+    """Under ZeRO 0, check that there is one optimizer file for each expert-parallel rank."""
     state = model.value.get("optimizer")
     inner = state.get("optimizer_state_dict", state) if isinstance(state, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None

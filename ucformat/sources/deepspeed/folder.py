@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.layout import Layout
     from ucformat.storage.base import Store
 
-__all__ = [
-    "DeepSpeedOptions",
-    "TagFiles",
-    "check_world",
-    "copy_hint",
-    "find_tag",
-    "is_model_or_optimizer",
-    "is_universal",
-    "list_files",
-    "looks_like_deepspeed",
-]
-
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _RANK = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
@@ -92,20 +80,12 @@ class TagFiles:
 
 
 def is_model_or_optimizer(name: str) -> bool:
-    """Whether this is a name that DeepSpeed gives to files of a tag folder.
-
-    Args:
-        name: the file's name, perhaps with the tag folder in front.
-    """
+    """Whether this is a name that DeepSpeed gives to files of a tag folder."""
     return _ANY.fullmatch(name) is not None
 
 
 def looks_like_deepspeed(store: Store) -> bool:
-    """Whether a folder has `latest`, or it or a folder in it has files with DeepSpeed's names.
-
-    Args:
-        store: a store whose root is the folder.
-    """
+    """Whether a folder has `latest`, or it or a folder in it has files with DeepSpeed's names."""
     if exists(store, "latest_universal") or _tag_in(store, "latest"):
         return True
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -115,14 +95,7 @@ def looks_like_deepspeed(store: Store) -> bool:
 
 
 def find_tag(store: Store) -> str:
-    """The tag that `latest`, or else `latest_universal`, names; `""` if the store's root is a tag folder.
-
-    Args:
-        store: a store whose root is the save folder or a tag folder.
-
-    Raises:
-        UsageError: there are several tags and no `latest`, or none.
-    """
+    """The tag that `latest`, or else `latest_universal`, names; `""` if the store's root is a tag folder."""
     tag = _tag_in(store, "latest")
     if tag:
         return _existing(store, tag, "latest")
@@ -146,31 +119,14 @@ def find_tag(store: Store) -> str:
 
 
 def is_universal(store: Store, tag: str) -> bool:
-    """Whether a tag folder has DeepSpeed's universal format.
-
-    Args:
-        store: the store of the checkpoint.
-        tag: the tag folder; "" for the root.
-    """
+    """Whether a tag folder has DeepSpeed's universal format."""
     prefix = f"{tag}/" if tag else ""
     found = (_UNIVERSAL.fullmatch(info.key.removeprefix(prefix)) for info in store.list(tag))
     return any(match is not None and not match[1] for match in found)
 
 
 def list_files(store: Store, tag: str, *, universal: bool = False, optimizer: bool = True) -> TagFiles:
-    """List the files of a tag folder, and check that none is missing.
-
-    Args:
-        store: the store of the checkpoint.
-        tag: the tag folder; "" for the root.
-        universal: whether the folder has the universal format, which may lack model states.
-        optimizer: whether to list the optimizer's files.
-
-    Raises:
-        MissingData: files are missing; the message names them.
-        IntegrityError: there are files of two saves.
-        UnsupportedError: there are files that are not yet read.
-    """
+    """List the files of a tag folder, and check that none is missing."""
     prefix = f"{tag}/" if tag else ""
     names = [info.key.removeprefix(prefix) for info in store.list(tag)]
     for pattern, feature, hint in _NOT_YET:
@@ -205,14 +161,8 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
     """Check that there is one file for each rank.
 
     Args:
-        files: the files of the tag folder.
-        mp: number of model-parallel ranks.
         dp: number of data-parallel ranks; None: optimizer files are optional.
         optims: whether optimizer files must exist; if not, there must be none.
-
-    Raises:
-        MissingData: files of ranks are missing.
-        IntegrityError: there are files of further ranks.
     """
     kinds = [("model", files.models, dp or 1 if files.zero3 else 1)]
     kinds += [("optim", files.optims, dp if optims else 0)] if dp else []
@@ -253,11 +203,7 @@ def _like(key: str, m: int, r: int, kind: str) -> str:
 
 
 def copy_hint(*, weights: bool = False) -> str:
-    """What to do about missing files.
-
-    Args:
-        weights: whether the weights are whole without them.
-    """
+    """What to do about missing files."""
     alone = f"; without the optimizer's files the weights are whole: {option_text('optimizer')}" if weights else ""
     return f"copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk{alone}"
 

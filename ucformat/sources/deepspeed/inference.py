@@ -33,22 +33,6 @@ if TYPE_CHECKING:
 
     from ucformat.sources.tp_merge.replicas import Verdict
 
-__all__ = [
-    "EQUAL",
-    "FAMILIES",
-    "MEAN",
-    "PRESETS",
-    "Doubt",
-    "Family",
-    "ModelSizes",
-    "ambiguous",
-    "as_its_weight",
-    "as_other_norms",
-    "cut",
-    "family_of",
-    "infer",
-]
-
 MEAN = "{partial: mean, over: tp}"
 EQUAL = "equal bytes"  # why parts are read as replicas
 
@@ -71,18 +55,7 @@ class Doubt(NamedTuple):
 def infer(
     name: str, shapes: Shapes, verdict: Callable[[], Verdict], siblings: Mapping[str, Shapes], hidden: int | None
 ) -> TPSharding | Doubt:
-    """The only sharding that the evidence allows, or a doubt.
-
-    Args:
-        name: the parameter's name.
-        shapes: the shapes of its parts.
-        verdict: compares the bytes of the parts.
-        siblings: the shapes of all parameters.
-        hidden: the model's width; None if unknown.
-
-    Raises:
-        LayoutError: the parts differ in several dims.
-    """
+    """The only sharding that the evidence allows, or a doubt."""
     first, ndim = shapes[0], len(shapes[0])
     differing = {d for s in shapes for d, (a, b) in enumerate(zip(first, s, strict=False)) if a != b}
     if len({len(s) for s in shapes}) > 1 or len(differing) > 1:
@@ -117,19 +90,13 @@ def cut(dim: int, how: str = "") -> str:
     """A shard over the tensor-parallel ranks, spelled as in a layout.
 
     Args:
-        dim: the dim that is cut.
         how: if not empty, two concatenated tensors are each cut.
     """
     return f"{{shard: {dim}, over: tp{', parts: [1, 1]' if how else ''}}}"
 
 
 def ambiguous(doubts: Sequence[Doubt], ranks: int) -> AmbiguousLayout:
-    """The error that lists the parameters with two possible readings, and how to specify one.
-
-    Args:
-        doubts: the parameters, at least one.
-        ranks: number of tensor-parallel ranks.
-    """
+    """The error that lists the parameters with two possible readings, and how to specify one."""
     lines = [
         f"  {d.name} (parts of {list(d.shapes[0])}): {d.one.strip('{}')} or {d.other.strip('{}')}"
         for d in doubts[:_MAX_LISTED]
@@ -181,11 +148,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> ModelSizes:
-        """The sizes in a model states file: in its arguments, and in `universal_checkpoint_info`.
-
-        Args:
-            value: the file's value.
-        """
+        """The sizes in a model states file: in its arguments, and in `universal_checkpoint_info`."""
         recorded: dict[str, int] = {}
         for key in (*_ARGUMENTS, "universal_checkpoint_info"):
             found = value.get(key)
@@ -199,7 +162,6 @@ class ModelSizes:
         """Whether each rank's part is the whole parameter (True) or a cut of its rows (False); None if unknown.
 
         Args:
-            name: the parameter's name.
             shapes: the shapes of its parts, of at least one dim.
         """
         rows, total = shapes[0][0], sum(s[0] for s in shapes)
@@ -212,10 +174,6 @@ class ModelSizes:
         """Whether the parts of a matrix, joined along dim 0, have the model's width; None if unknown.
 
         False: they have it if joined along dim 1, and one dim of such a matrix always has that width.
-
-        Args:
-            name: the parameter's name.
-            shapes: the shapes of its parts.
         """
         size = self._first(_WIDTH)
         if size is None or len(shapes[0]) != 2:
@@ -245,13 +203,7 @@ class ModelSizes:
 
 
 def as_its_weight(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]) -> TPSharding | None:
-    """A bias sharded as the rows of its weight; None for other parameters, or if its weight's sharding does not fit.
-
-    Args:
-        name: the parameter's name.
-        shapes: the shapes of its parts.
-        shardings: the shardings known so far.
-    """
+    """A bias sharded as the rows of its weight; None for other parameters, or if its weight's sharding does not fit."""
     weight = shardings.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
     if weight is None or weight.mean or weight.scaled or len(weight.shape) < 2 or len(shapes[0]) != 1:
         return None
@@ -265,13 +217,7 @@ def as_its_weight(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]
 
 
 def as_other_norms(name: str, shapes: Shapes, shardings: Mapping[str, TPSharding]) -> TPSharding | None:
-    """A norm replicated as all others of its length are; None for other parameters, or if the others are not.
-
-    Args:
-        name: the parameter's name.
-        shapes: the shapes of its parts.
-        shardings: the shardings known so far.
-    """
+    """A norm replicated as all others of its length are; None for other parameters, or if the others are not."""
     if not _NORM.search(name) or _HEAD.search(name) or len(shapes[0]) != 1:
         return None
     others = [r for n, r in shardings.items() if _NORM.search(n) and not _HEAD.search(n) and len(r.shape) == 1]
@@ -347,11 +293,7 @@ class Family:
     signs: tuple[str, ...]
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether these names are the family's.
-
-        Args:
-            names: the names of all parameters.
-        """
+        """Whether these names are the family's."""
         names = list(names)
         return all(any(re.fullmatch(sign, name[:1000]) for name in names) for sign in self.signs)
 
@@ -380,9 +322,6 @@ def family_of(shapes: dict[str, tuple[tuple[int, ...], ...]]) -> str | None:
     """The preset of the family of these parameters; None if unknown.
 
     Shapes identify Megatron's SwiGLU: the second matrix has half as many inputs as the first has outputs.
-
-    Args:
-        shapes: the shapes of the parts of each parameter.
     """
     found = next((family.preset for family in FAMILIES if family.has(shapes)), None)
     if found != "megatron-deepspeed":

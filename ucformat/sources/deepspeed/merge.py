@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ucformat.sources.index import Locate
     from ucformat.storage.base import Store
 
-__all__ = ["Merged", "merge_groups", "tensor_list"]
-
 _MIXED = "files of different saves are mixed in one folder"
 
 
@@ -193,12 +191,7 @@ class _MergedTensor:
 
 
 def tensor_list(stages: Sequence[Sequence[Slice]], contents: TensorIndex) -> TensorList:
-    """All tensors in the order of the module, others after them; the states of each parameter are adjacent.
-
-    Args:
-        stages: the slices, by pipeline stage and tensor-parallel rank.
-        contents: the tensors and groups of the whole checkpoint.
-    """
+    """All tensors in the order of the module, others after them; the states of each parameter are adjacent."""
     modules = (name for slices in stages for name in slices[0].model.module)
     order = {name: i for i, name in enumerate(dict.fromkeys((*modules, *(key.name for key in contents.infos))))}
     infos = sorted(contents.infos.values(), key=lambda info: order[info.name])
@@ -256,12 +249,6 @@ def merge_groups(stages: Sequence[Sequence[Slice]]) -> list[Group]:
     They are joined by position if all stages have equally many, with the same hyper-parameters; else by
     hyper-parameters if these belong to only one group of the stage. Other groups stay separate. Each parameter keeps
     its hyper-parameters.
-
-    Args:
-        stages: the slices, by pipeline stage and tensor-parallel rank.
-
-    Raises:
-        IntegrityError: the groups of the tensor-parallel ranks of a stage differ.
     """
     merged: list[Group] = []
     seen: set[str] = set()

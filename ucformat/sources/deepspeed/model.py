@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
 
-__all__ = ["ENGINE_KEYS", "ModelStates", "Objects"]
-
 #: Keys that hold or describe tensors.
 TENSOR_KEYS = frozenset(
     (
@@ -83,25 +81,11 @@ class ModelStates:
             raise IntegrityError(f"{self.key} has a tensor whose name is not a string")
 
     def adopt(self, name: str, tensor: StoredTensor, home: TorchFile) -> None:
-        """Add a tensor of the module that another file holds.
-
-        Args:
-            name: its name in the module.
-            tensor: the tensor.
-            home: the file that holds it.
-        """
+        """Add a tensor of the module that another file holds."""
         self.module[name], self._homes[name] = tensor, home
 
     def adopt_after(self, prefix: str, tensors: dict[str, tuple[StoredTensor, TorchFile]]) -> None:
-        """Add tensors that other files hold, after the module's last tensor with a prefix, or else at the end.
-
-        Args:
-            prefix: the prefix.
-            tensors: each tensor and the file that holds it, by name in the module.
-
-        Raises:
-            IntegrityError: the module has a tensor of the same name.
-        """
+        """Add tensors that other files hold, after the module's last tensor with a prefix, or else at the end."""
         names = list(self.module)
         at = max((i + 1 for i, name in enumerate(names) if name.startswith(prefix)), default=len(names))
         duplicate = next((name for name in tensors if name in self.module), None)
@@ -112,11 +96,7 @@ class ModelStates:
         self.module = dict([*items[:at], *((n, t) for n, (t, _) in tensors.items()), *items[at:]])
 
     def home(self, name: str) -> TorchFile:
-        """The file that holds a tensor of the module.
-
-        Args:
-            name: the tensor's name.
-        """
+        """The file that holds a tensor of the module."""
         return self._homes.get(name, self.file)
 
     @property
@@ -147,7 +127,6 @@ class ModelStates:
         are tied.
 
         Args:
-            zero3: whether the checkpoint is of ZeRO 3.
             shared: the list in the first rank's file, if this file has none.
         """
         shared = self.value.get("shared_params") or shared

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ucformat.sources.deepspeed.folder import DeepSpeedOptions, TagFiles
     from ucformat.storage.base import Store
 
-__all__ = ["OpenDeepSpeed"]
-
 
 class OpenDeepSpeed:
     """One opened DeepSpeed checkpoint."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.view import Part
 
-__all__ = ["Patterns", "TensorParallelInfo", "is_exact"]
-
 T = TypeVar("T")
 
 
@@ -53,14 +51,7 @@ class Patterns(Generic[T]):
         return bool(self._exact or self._others)
 
     def find(self, name: str) -> tuple[str, T] | None:
-        """The first pattern that matches a name, and its value; None if no pattern matches.
-
-        Args:
-            name: the name.
-
-        Raises:
-            UnsupportedError: the patterns cannot be applied to the name.
-        """
+        """The first pattern that matches a name, and its value; None if no pattern matches."""
         if name in self._exact:
             return self._exact[name]
         try:
@@ -72,11 +63,7 @@ class Patterns(Generic[T]):
 
 
 def is_exact(pattern: str) -> bool:
-    """Whether a pattern matches exactly one name, as those that AutoTP writes.
-
-    Args:
-        pattern: a regular expression.
-    """
+    """Whether a pattern matches exactly one name, as those that AutoTP writes."""
     return _literal(pattern) is not None
 
 
@@ -140,43 +127,23 @@ class TensorParallelInfo:
         return any((*self._lists.values(), self._sub, self._affine))
 
     def sharding(self, name: str, shapes: Shapes) -> TPSharding | None:
-        """How a parameter is sharded; None if the checkpoint does not describe any parameter.
-
-        Args:
-            name: the parameter's name.
-            shapes: the shapes of its parts.
-
-        Raises:
-            LayoutError: the description does not fit the shapes; the message lacks the name.
-        """
+        """How a parameter is sharded; None if the checkpoint does not describe any parameter."""
         found = self._find(name, shapes) if len(shapes) > 1 and self else None
         if len(shapes) == 1:
             found = replicate(shapes)
         return found and self.strip(name, found)
 
     def is_default(self, name: str) -> bool:
-        """Whether no pattern matches a parameter, so that it is joined along dim 0.
-
-        Args:
-            name: the parameter's name.
-        """
+        """Whether no pattern matches a parameter, so that it is joined along dim 0."""
         found: tuple[Patterns[Any], ...] = (*self._lists.values(), self._sub, self._affine, self._unsupported)
         return not any(patterns.find(name) for patterns in found)
 
     def is_replicated(self, name: str) -> bool:
-        """Whether a pattern declares a parameter replicated.
-
-        Args:
-            name: the parameter's name.
-        """
+        """Whether a pattern declares a parameter replicated."""
         return self._lists["tp_replicated_parameter_patterns"].find(name) is not None
 
     def is_vocabulary(self, name: str) -> bool:
-        """Whether a parameter is a vocabulary table.
-
-        Args:
-            name: the parameter's name.
-        """
+        """Whether a parameter is a vocabulary table."""
         return self._vocabulary.find(name) is not None
 
     def _find(self, name: str, shapes: Shapes) -> TPSharding:
@@ -221,15 +188,7 @@ class TensorParallelInfo:
         return sub_params(shapes, view, dim, [[n // ranks] * ranks for n in parts])
 
     def strip(self, name: str, sharding: TPSharding) -> TPSharding:
-        """The sharding without the padding of a vocabulary; AutoTP, which writes exact names, adds no padding.
-
-        Args:
-            name: the parameter's name.
-            sharding: its sharding, padding included.
-
-        Raises:
-            LayoutError: the rows are not those of the padded vocabulary.
-        """
+        """The sharding without the padding of a vocabulary; AutoTP, which writes exact names, adds no padding."""
         hit = self._vocabulary.find(name)
         rows = self._value.get("original_vocab_size")
         if hit is None or is_exact(hit[0]) or not isinstance(rows, int) or rows < 1 or not sharding.shape:

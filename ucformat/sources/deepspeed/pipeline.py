@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ucformat.sources.deepspeed.model import ModelStates
     from ucformat.sources.pickle.file import TorchFile
 
-__all__ = ["Layer", "adopt_layers", "layers_of", "names_of_stages", "same_bytes"]
-
 _NAME = re.compile(r"(\d{1,6})\.(.+)", re.DOTALL)
 _TIED = "tied_modules."
 
@@ -50,14 +48,7 @@ class Layer:
 
 
 def layers_of(files: Mapping[int, TorchFile]) -> list[Layer]:
-    """The layers of one tensor-parallel rank, in order.
-
-    Args:
-        files: the layers' files, by number.
-
-    Raises:
-        IntegrityError: a file is not a dictionary by names.
-    """
+    """The layers of one tensor-parallel rank, in order."""
     out = []
     for number in sorted(files):
         value = files[number].value
@@ -109,12 +100,7 @@ class _StageLayers:
 
 
 def adopt_layers(models: Sequence[ModelStates], layers: Sequence[Layer]) -> None:
-    """Give the stages of one tensor-parallel rank the tensors of their layers.
-
-    Args:
-        models: the model states of each stage; the tensors are added to them.
-        layers: the layers, in order.
-    """
+    """Give the stages of one tensor-parallel rank the tensors of their layers."""
     recorded = _StageLayers(models)
     _check_all_there(models, layers, recorded.stage_of, recorded.tied)
     copies: dict[str, Layer] = {}
@@ -139,13 +125,7 @@ def _check_tied(key: str, first: Layer, other: Layer) -> None:
 
 
 def same_bytes(one: Layer, other: Layer, name: str) -> bool:
-    """Whether two layers hold the same tensor of this name, by the files' checksums if there are any.
-
-    Args:
-        one: a layer.
-        other: another layer.
-        name: the tensor's name in the layer.
-    """
+    """Whether two layers hold the same tensor of this name, by the files' checksums if there are any."""
     a, b = one.tensors.get(name), other.tensors.get(name)
     if a is None or b is None or (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides):
         return False
@@ -206,15 +186,10 @@ def names_of_stages(
     """Give each stage of one tensor-parallel rank the tensors of its layers under ZeRO 0.
 
     Args:
-        models: the model states of each stage; the tensors are added to them.
-        layers: the layers, in order.
         groups: the names of each optimizer group's parameters over all stages; None: they are derived.
 
     Returns:
         the names of each stage's optimizer groups (None: to be derived), and the stored name of each tied name.
-
-    Raises:
-        UsageError: not exactly one distribution of layers to stages fits the optimizers' entries.
     """
     ties = _ties(layers)
     if groups is not None:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ucformat.sources.deepspeed.model import ModelStates
     from ucformat.sources.pickle.file import TorchFile
 
-__all__ = ["ParallelDegrees", "Slice", "read_slice", "read_weights"]
-
 
 @dataclass(slots=True)
 class Slice:
@@ -57,18 +55,8 @@ def read_slice(
     """Read one model-parallel rank's files.
 
     Args:
-        models: its model states files, by data-parallel rank.
-        optims: the keys of its optimizer files, by data-parallel rank.
-        label: the rank's label (see `ParallelDegrees.label`).
-        load: opens one file.
-        zero3: whether the checkpoint is of ZeRO 3.
         shared: the tied names in the first rank's file; None if it has none.
         names: the names of each optimizer group's parameters, for ZeRO 0; None: they are derived.
-        experts: the experts; None if the model has none.
-        optimizer: whether to read the optimizer's states.
-
-    Raises:
-        UnsupportedError: the checkpoint is of MiCS, or of an optimizer that is not yet read.
     """
     out, placeholders = read_weights(models, label, zero3=zero3, shared=shared)
     model, contents = out.model, out.contents
@@ -100,9 +88,6 @@ def read_weights(
     """Read the model states files of one model-parallel rank.
 
     Args:
-        models: the files, by data-parallel rank.
-        label: the rank's label.
-        zero3: whether the checkpoint is of ZeRO 3.
         shared: the tied names in the first rank's file; None if it has none.
 
     Returns:
@@ -166,14 +151,8 @@ class ParallelDegrees:
         """The degrees from the first model states file or the files' names, checked against each other.
 
         Args:
-            files: the files of the tag folder.
-            model: the first model states file.
             others: for the universal format, the model states of all model-parallel ranks; ranks of one pipeline stage
                 have parameters of the same names. None for other checkpoints.
-            optimizer: whether there must be files of the optimizer.
-
-        Raises:
-            IntegrityError: the number of ranks is inconsistent.
         """
         pp, tp, mp = model.dims
         in_names = len(next(iter(files.layers.values()))) if files.layers else None
@@ -205,13 +184,7 @@ class ParallelDegrees:
         return cls(pp, tp, dp)
 
     def label(self, pp: int, tp: int, dp: int = 0) -> str:
-        """The label of a rank, such as `pp1.tp0`; empty for the first.
-
-        Args:
-            pp: its pipeline stage.
-            tp: its tensor-parallel rank.
-            dp: its data-parallel rank.
-        """
+        """The label of a rank, such as `pp1.tp0`; empty for the first."""
         if not (pp or tp or dp):
             return ""
         if self.pp == self.tp == 1:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from ucformat.sources.deepspeed.model import ModelStates
     from ucformat.sources.tp_merge.replicas import Verdict
 
-__all__ = ["ShardingResolver"]
-
 
 class ShardingResolver:
     """Finds the sharding of each parameter: call `recognise` with all parameters, then `decide` with any of them."""
@@ -71,12 +69,7 @@ class ShardingResolver:
         self._tables: dict[int, str] = {}  # padded rows -> the vocabularies with this number
 
     def recognise(self, shapes: Mapping[str, Shapes], described: Iterable[str] = ()) -> None:
-        """Determine the model's family and width from all parameters.
-
-        Args:
-            shapes: the shapes of the parts of each parameter.
-            described: names of parameters, including those without parts to compare.
-        """
+        """Determine the model's family and width from all parameters."""
         self._shapes, self._width = shapes, _width(shapes)
         self._described = [name for name in described if name not in shapes]
         if not self.info and self._ranks > 1 and (preset := family_of(dict(shapes))):
@@ -88,13 +81,7 @@ class ShardingResolver:
         """The sharding of each of these parameters.
 
         Args:
-            shapes: the shapes of the parts of each parameter.
-            buffers: the names of buffers.
             verdict: compares the bytes of the parts of a parameter.
-
-        Raises:
-            LayoutError: a description does not fit a parameter's parts.
-            AmbiguousLayout: parameters have two possible readings; the message lists them.
         """
         out: dict[str, TPSharding] = {}
         doubts: dict[str, Doubt] = {}
@@ -183,9 +170,6 @@ class ShardingResolver:
         """Whether the copies of a parameter in several pipeline stages may differ; the first stage's copy is then read.
 
         Megatron-DeepSpeed ties the whole embedding module, but the last stage trains only the vocabulary.
-
-        Args:
-            name: the parameter's name.
         """
         return self.info.pipeline.find(name) is not None and not self.info.is_vocabulary(name)
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from ucformat.sources.deepspeed.folder import DeepSpeedOptions
     from ucformat.storage.base import Store
 
-__all__ = ["OpenUniversal"]
-
 _OPTIMIZER = "zero/optimizer_state.pt"
 _LAID_OUT = frozenset(  # the flat buffers that the atoms were cut from, and rank 0's part of them under ZeRO 3
     ("param_groups", "group_paddings", "param_alignment_paddings", "fp32_flat_groups", "optimizer_state_dict",

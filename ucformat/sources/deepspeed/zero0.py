@@ -15,15 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError, option_text
 from ucformat.geometry.box import row_major
-from ucformat.sources.deepspeed.contents import (
-    Group,
-    hyper_parameters,
-    need,
-    refuse_flat_state,
-    state_of,
-    stored,
-)
+from ucformat.sources.deepspeed.contents import hyper_parameters, need, refuse_flat_state, state_of, stored
 from ucformat.sources.deepspeed.experts import is_expert
+from ucformat.sources.index import Group
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_states
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import all_equal, to_json
@@ -36,8 +30,6 @@ if TYPE_CHECKING:
     from ucformat.sources.index import Locate, TensorIndex
     from ucformat.sources.pickle.file import TorchFile
 
-__all__ = ["entries_of", "read_zero0", "sample"]
-
 _SAMPLE = 64  # elements
 
 
@@ -45,12 +37,7 @@ def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, conten
     """Add the optimizer's tensors, groups and scalars to the contents.
 
     Args:
-        model: the model states, which hold the optimizer.
         names: the names of each group's parameters; None: they are derived.
-        contents: the contents.
-
-    Raises:
-        UnsupportedError: the optimizer is a BF16_Optimizer.
     """
     state = model.value.get("optimizer")
     if state is None:
@@ -78,11 +65,7 @@ def read_zero0(model: ModelStates, names: Sequence[Sequence[str]] | None, conten
 
 
 def entries_of(model: ModelStates) -> list[list[Entry]] | int:
-    """The evidence for each entry of the optimizer's groups; for flat groups, their total number of elements.
-
-    Args:
-        model: the model states, which hold the optimizer.
-    """
+    """The evidence for each entry of the optimizer's groups; for flat groups, their total number of elements."""
     state = need(model.value, "optimizer", dict, model.key)
     inner = need(state, "optimizer_state_dict", dict, model.key) if "optimizer_state_dict" in state else state
     if "fp32_groups_flat" in state:
@@ -216,13 +199,7 @@ def _samples(
 
 
 def sample(file: TorchFile, tensor: StoredTensor, dtype: str) -> bytes:
-    """The first 64 elements of a tensor, cast to another dtype, as bytes.
-
-    Args:
-        file: the file that holds it.
-        tensor: the tensor.
-        dtype: `bfloat16`, `float16` or `float32`.
-    """
+    """The first 64 elements of a tensor, cast to another dtype, as bytes."""
     import ml_dtypes
     import numpy as np
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.flat_buffer import FlatBuffer, flat_range, round_robin_order
 from ucformat.sources.deepspeed.contents import (
-    Group,
     Partition,
     Ranks,
     check_same_states,
@@ -38,6 +37,7 @@ from ucformat.sources.deepspeed.contents import (
     zero_options,
 )
 from ucformat.sources.deepspeed.experts import Experts
+from ucformat.sources.index import Group
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
 from ucformat.sources.values import to_json
 
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from ucformat.sources.deepspeed.model import ModelStates
     from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
-
-__all__ = ["Zero12", "undo_round_robin"]
 
 _MASTER = "single_partition_of_fp32_groups"
 _TENSORS = frozenset(
@@ -261,10 +259,5 @@ def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def undo_round_robin(joined: list[str], lists: int) -> list[str]:
-    """The original order of a list that was distributed round-robin to several lists, which were then joined.
-
-    Args:
-        joined: the joined list.
-        lists: number of lists.
-    """
+    """The original order of a list that was distributed round-robin to several lists, which were then joined."""
     return [name for _, name in sorted(zip(round_robin_order(len(joined), lists), joined, strict=True))]

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.flat_buffer import FlatBuffer, flat_range, part_range, part_size
 from ucformat.sources.deepspeed.contents import (
-    Group,
     Partition,
     Ranks,
     check_same_states,
@@ -30,6 +29,7 @@ from ucformat.sources.deepspeed.contents import (
     state_of,
     stored,
 )
+from ucformat.sources.index import Group
 from ucformat.sources.pickle.stand_ins import StoredTensor
 from ucformat.sources.values import to_json
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from ucformat.sources.deepspeed.model import ModelStates
     from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
-
-__all__ = ["Zero3", "add_frozen"]
 
 _MASTER = "fp32_flat_groups"
 
@@ -159,15 +157,7 @@ def _flat_buffer(shapes: Mapping[str, tuple[int, ...]], world: int) -> FlatBuffe
 
 
 def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
-    """Add the frozen parameters, stored in the model states of all ranks.
-
-    Args:
-        models: the model states, by data-parallel rank.
-        contents: the contents.
-
-    Raises:
-        IntegrityError: a rank's part has an unexpected size.
-    """
+    """Add the frozen parameters, stored in the model states of all ranks."""
     world = len(models)
     for name, shape in models[0].frozen_shapes.items():
         part = part_size(math.prod(shape), world)

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from ucformat.sources.huggingface.folder import FolderFiles
     from ucformat.storage.base import Store
 
-__all__ = ["FAMILIES", "Engine", "EngineOptions", "open_engine", "sort_names"]
-
 _LLAMA = (
     *("model", "embed_tokens", "layers", "self_attn", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
     *("mlp", "gate_proj", "up_proj", "down_proj", "input_layernorm", "post_attention_layernorm"),
@@ -90,7 +88,6 @@ def sort_names(names: Sequence[str], parts: Sequence[str]) -> list[str] | None:
     """Sort names part by part: numbers by value, others as in `parts`.
 
     Args:
-        names: names of parameters, joined by dots.
         parts: all parts that names may have besides numbers, in order.
 
     Returns:
@@ -116,8 +113,6 @@ class EngineOptions:
     Attributes:
         allow: further packages whose pickled classes become inert stand-ins.
         groups: the parameter names of each group, by the name of an optimizer (`optimizer`, `optimizer_1`).
-        values: all other options, by name.
-        optimizer: whether to read optimizers.
         part: whether shards of a model may be missing.
     """
 
@@ -128,11 +123,7 @@ class EngineOptions:
     part: bool = False
 
     def for_optimizer(self, optimizer: str) -> dict[str, Any]:
-        """The options for the checkpoint that contains an optimizer.
-
-        Args:
-            optimizer: the name of the optimizer.
-        """
+        """The options for the checkpoint that contains an optimizer."""
         groups = {"groups": self.groups[optimizer]} if optimizer in self.groups else {}
         return {**self.values, **groups, **({"allow": self.allow} if self.allow else {})}
 
@@ -159,20 +150,7 @@ def open_engine(
     contents: TensorIndex,
     options: EngineOptions,
 ) -> Engine:
-    """Open the engine's files, and add their tensors to the contents.
-
-    Args:
-        store: a store whose root is the directory.
-        found: the files by role.
-        infos: the files of the directory by key.
-        contents: the tensors found so far.
-        options: the options of the engine's checkpoints.
-
-    Raises:
-        UsageError: an option does not apply to the engine's files.
-        MissingData: files of a model or an optimizer are missing.
-        UnsupportedError: the files have a form that cannot be read.
-    """
+    """Open the engine's files, and add their tensors to the contents."""
     engine = Engine()
     if found.deepspeed:
         source = _open_deepspeed(store, found, options)

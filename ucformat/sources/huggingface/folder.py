@@ -24,8 +24,6 @@ from ucformat.sources.deepspeed.folder import is_model_or_optimizer
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-__all__ = ["FolderFiles", "classify", "is_marker", "looks_like_trainer", "missing_files"]
-
 _MARKERS = re.compile(r"trainer_state\.json|random_states_\d+\.pkl|training_args\.bin|pytorch_model_fsdp(_\d+)?\.bin")
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)")
 _MODEL = re.compile(r"(?:model|pytorch_model|adapter_model)(?:_(\d+))?(?:-\d{5,}-of-\d{5,})?"
@@ -62,20 +60,12 @@ class FolderFiles:
 
 
 def is_marker(name: str) -> bool:
-    """Whether only Trainer or Accelerate write a file of this name.
-
-    Args:
-        name: the name of a file, without folders.
-    """
+    """Whether only Trainer or Accelerate write a file of this name."""
     return _MARKERS.fullmatch(name) is not None
 
 
 def looks_like_trainer(names: Collection[str]) -> bool:
-    """Whether a folder has the files of Trainer or Accelerate, or the checkpoints of a run of Trainer.
-
-    Args:
-        names: the keys of the files in the folder and its subfolders.
-    """
+    """Whether a folder has the files of Trainer or Accelerate, or the checkpoints of a run of Trainer."""
     if any(is_marker(n) or (_FSDP.fullmatch(n) and n.startswith("pytorch_model_fsdp")) for n in names):
         return True
     if any(_OPTIMIZER.fullmatch(n) for n in names) and any(_MODEL.fullmatch(n) for n in names):
@@ -84,16 +74,7 @@ def looks_like_trainer(names: Collection[str]) -> bool:
 
 
 def classify(names: Iterable[str], url: str) -> FolderFiles:
-    """Assign the files of a folder to roles.
-
-    Args:
-        names: the keys of the files in the folder and its subfolders.
-        url: the folder, for messages.
-
-    Raises:
-        UnsupportedError: the files are of a form that cannot be read.
-        UsageError: the folder is that of a run, or has the files of two saves, or neither model nor optimizer.
-    """
+    """Assign the files of a folder to roles."""
     names = list(names)
     for pattern, what in _NOT_READ:
         for name in names:
@@ -130,11 +111,7 @@ def classify(names: Iterable[str], url: str) -> FolderFiles:
 
 
 def missing_files(found: FolderFiles) -> Iterator[str]:
-    """The files of Trainer that it always writes with those that are there; Accelerate need not have written any.
-
-    Args:
-        found: the files of the folder.
-    """
+    """The files of Trainer that it always writes with those that are there; Accelerate need not have written any."""
     trained = bool(found.optimizers or found.fsdp_optimizers)
     torch_files = (*found.optimizers.values(), found.values.get("scheduler", ""))
     of_trainer = found.trainer_state or "training_args" in found.values or "rng_state" in found.ranked

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Info, Store
 
-__all__ = ["OpenHuggingFace"]
-
 _RANK_FILE = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _NUMBER = re.compile(r"_\d+\.(?=\w+$)")  # in `rng_state_2.pth`
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.layout import Layout
 
-__all__ = ["Arguments", "MegatronOptions"]
-
 _MAX_RANKS = 1 << 20
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "lm_head.weight", "output_layer.bias", "lm_head.bias")
 
@@ -35,7 +33,6 @@ class Arguments:
         Args:
             value: the value in the file: a namespace, or a mapping; any other value is empty.
             vocab_size: the caller's rows of the vocabulary without padding; None if not given.
-            file: the file's key, for messages.
         """
         if isinstance(value, Inert):
             value = value.state
@@ -43,14 +40,7 @@ class Arguments:
         return cls(found, vocab_size, file)
 
     def number(self, *names: str) -> int | None:
-        """The first of these arguments that is an integer; None if there is none.
-
-        Args:
-            names: names of arguments.
-
-        Raises:
-            IntegrityError: it is negative or implausibly large.
-        """
+        """The first of these arguments that is an integer; None if there is none."""
         for name in names:
             value = self.values.get(name)
             if value is None or isinstance(value, bool) or not isinstance(value, int):
@@ -61,25 +51,14 @@ class Arguments:
         return None
 
     def degree(self, *names: str) -> int | None:
-        """The first of these arguments that is an integer, a number of ranks; None if there is none.
-
-        Args:
-            names: names of arguments.
-
-        Raises:
-            IntegrityError: it is less than 1 or more than 2^20.
-        """
+        """The first of these arguments that is an integer, a number of ranks; None if there is none."""
         value = self.number(*names)
         if value is not None and not 1 <= value <= _MAX_RANKS:
             raise IntegrityError(f"{self.file}: {names[0]} is {value}")
         return value
 
     def flag(self, *names: str) -> bool | None:
-        """The first of these arguments that is a boolean; None if there is none.
-
-        Args:
-            names: names of arguments.
-        """
+        """The first of these arguments that is a boolean; None if there is none."""
         return next((v for name in names if isinstance(v := self.values.get(name), bool)), None)
 
     @property
@@ -89,12 +68,7 @@ class Arguments:
         return self.flag("share_embeddings_and_output_weights") if untied is None else not untied
 
     def rows(self, name: str, stored: int) -> int:
-        """The rows of a vocabulary table without padding; `stored` if they are unknown, and for other parameters.
-
-        Args:
-            name: the parameter's name.
-            stored: number of rows in the files.
-        """
+        """The rows of a vocabulary table without padding; `stored` if they are unknown, and for other parameters."""
         if not any(name == v or name.endswith("." + v) for v in _VOCABULARY):
             return stored
         rows_kept = self.vocab_size

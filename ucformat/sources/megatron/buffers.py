@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Extent
     from ucformat.storage.base import Store
 
-__all__ = ["BufferSlot", "FlatTensor", "Param", "in_local", "place", "same_values", "unproved"]
-
 _ALIGN = (64, 1)  # elements; older versions did not align
 _SAMPLE = 64
 
@@ -74,11 +72,8 @@ def place(
     """The slots of parameters (in the order of the module) in buckets of these sizes; None if they do not fit.
 
     Args:
-        params: all parameters; those whose slot cannot be proved are omitted as frozen.
-        sizes: elements of each bucket.
         edges: offsets in each bucket at which parameters begin or end, in elements, if they are known.
         proved: whether the values in a slot are the parameter's. Without it all parameters must fit.
-        joined: the buckets of a buffer may be joined without their padding.
     """
     for align in _ALIGN:
         slots = _place(params, sizes, align, edges, proved, joined)
@@ -117,12 +112,7 @@ def _place(
 
 
 def unproved(params: Iterable[Param], master: FlatTensor) -> str | None:
-    """Why nothing proves which states are where in a flat buffer: its fp32 copy or a weight cannot be read; or None.
-
-    Args:
-        params: the parameters in the buffer.
-        master: the fp32 copy.
-    """
+    """Why nothing proves which states are where in a flat buffer: its fp32 copy or a weight cannot be read; or None."""
     dtype = next((d for d in (master.dtype, *(p.dtype for p in params)) if d not in ITEMSIZE), None)
     return (
         None if dtype is None else f"is where only its weight and its fp32 copy could prove: one {why_refused(dtype)}"
@@ -130,14 +120,7 @@ def unproved(params: Iterable[Param], master: FlatTensor) -> str | None:
 
 
 def same_values(store: Store, param: Param, master: FlatTensor, start: int) -> bool:
-    """Whether the first and last 64 elements of a parameter are those at this offset of the fp32 copy, rounded.
-
-    Args:
-        store: the store of the checkpoint.
-        param: the parameter.
-        master: the flat tensor with the fp32 copy.
-        start: offset of the parameter in `master`, in elements.
-    """
+    """Whether the first and last 64 elements of a parameter are those at this offset of the fp32 copy, rounded."""
     import ml_dtypes
     import numpy as np
 
@@ -170,13 +153,7 @@ def in_local(flat: FlatTensor, start: int, shape: tuple[int, ...], within: Box |
     """The extents of a tensor stored in a flat buffer, as boxes of the tensor.
 
     Args:
-        flat: the flat buffer.
-        start: offset of the tensor in it, in elements.
-        shape: shape of the tensor.
         within: the box of the tensor that is read; None: all of it.
-
-    Raises:
-        IntegrityError: the flat buffer is not contiguous in the file.
     """
     first, last = flat_range(shape, within)
     unit = ITEMSIZE[flat.dtype]

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ucformat.sources.tp_merge.replicas import Verdict
     from ucformat.storage.base import Store
 
-__all__ = ["OpenClassic"]
-
 _WORD_EMBEDDING = ("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
 _OUTPUT_LAYER = ("output_layer.weight", "word_embeddings_for_head.weight", "language_model.output_layer.weight")
 _NOT_OURS = ("args", "optimizer", "iteration")

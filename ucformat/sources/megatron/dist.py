@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ucformat.sources.megatron.folder import MegatronFolder
     from ucformat.storage.base import Store
 
-__all__ = ["OpenDist"]
-
 _SHARD = re.compile(r"(.+)/shard_([\d.]*)_([\d.]*)", re.DOTALL)
 _EXTRA = "_extra_state"
 _NOT_OURS = ("optimizer", "args", "iteration")

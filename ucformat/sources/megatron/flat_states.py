@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ucformat.sources.megatron.names import Bucket
     from ucformat.sources.megatron.stacked import Opened, ReadableTensor
 
-__all__ = ["add_flat_states"]
-
 _WORD_EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -100,14 +98,7 @@ def add_flat_states(of: Opened, items: Items, entries: Sequence[tuple[Bucket, st
     """Name the contents of the buckets, and add them to the checkpoint's.
 
     Args:
-        of: the opened checkpoint.
-        items: its entries.
-        entries: the buckets, with their entries.
         stacked: whether parameters are shown stacked, which is not possible here.
-
-    Raises:
-        AmbiguousLayout: the names cannot be proved, or `stacked` is set.
-        IntegrityError: the number of groups contradicts the parallel degrees.
     """
     if stacked:
         raise AmbiguousLayout(

@@ -17,20 +17,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = [
-    "COMMON",
-    "CONFIG",
-    "DIST",
-    "MODEL",
-    "RANK_FOLDER",
-    "TRACKER",
-    "MegatronFolder",
-    "backend_of",
-    "built_by_megatron",
-    "find_place",
-    "is_marker",
-]
-
 TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "metadata.json"  # of a distributed checkpoint
 COMMON = "common.pt"  # likewise
@@ -64,13 +50,7 @@ class MegatronFolder:
 
     @classmethod
     def of(cls, store: Store, folder: str, tracker: str | None = None) -> MegatronFolder:
-        """The folder of one iteration, by the files in it.
-
-        Args:
-            store: the store.
-            folder: the folder.
-            tracker: the key of the tracker, if it names the folder.
-        """
+        """The folder of one iteration, by the files in it."""
         if backend_of(store, folder) is not None:
             return cls(folder, tracker, classic=False)
         fsdp = exists(store, f"{folder}/{METADATA}" if folder else METADATA)
@@ -78,23 +58,15 @@ class MegatronFolder:
 
 
 def is_marker(name: str) -> bool:
-    """Whether a folder with such a file holds Megatron checkpoints.
-
-    Args:
-        name: the file's name.
-    """
+    """Whether a folder with such a file holds Megatron checkpoints."""
     return name in (TRACKER, "model_optim_rng.pt", "model_rng.pt")
 
 
 def find_place(store: Store) -> MegatronFolder | None:
     """Find the checkpoint; None if there is none.
 
-    Args:
-        store: a store whose root is the save folder or a checkpoint.
-
     Raises:
         NotFound: the tracker names a folder that is missing.
-        UsageError: there are several checkpoints and no tracker, or the tracker names none.
     """
     if backend_of(store) is not None:
         return MegatronFolder("", None, classic=False)
@@ -137,10 +109,6 @@ def backend_of(store: Store, folder: str = "") -> str | None:
     """The format that `metadata.json` names; None if this is no distributed checkpoint.
 
     One that lost `metadata.json` is recognised by `common.pt` and DCP's `.metadata`.
-
-    Args:
-        store: the store.
-        folder: the checkpoint's folder; "" for the root.
     """
     below = f"{folder}/" if folder else ""
     backend = _named_backend(store, below + CONFIG)
@@ -177,14 +145,7 @@ def _named(store: Store) -> str | None:
 
 @contextmanager
 def built_by_megatron(where: str) -> Iterator[None]:
-    """Report values that Megatron would not write, at any depth, as damage.
-
-    Args:
-        where: the checkpoint, for messages.
-
-    Raises:
-        IntegrityError: the body raised an error that is not ucformat's own.
-    """
+    """Report values that Megatron would not write, at any depth, as damage."""
     try:
         yield
     except UcformatError:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ucformat.sources.megatron.folder import MegatronFolder
     from ucformat.storage.base import Store
 
-__all__ = ["OpenFsdp", "is_fsdp"]
-
 _OPTIMIZER, _STATE, _GROUP = "optimizer", "state", "param_to_group_meta"
 _OWN = ("args", "iteration")
 
@@ -42,11 +40,7 @@ Path = tuple[Any, ...]
 
 
 def is_fsdp(meta: Metadata) -> bool:
-    """Whether a DCP checkpoint has the state of Megatron-FSDP, and not another program's.
-
-    Args:
-        meta: its metadata.
-    """
+    """Whether a DCP checkpoint has the state of Megatron-FSDP, and not another program's."""
     roots = {path[0] for path in meta.paths.values()}
     return "model" in roots and ("checkpoint_version" in roots or any(_split(p, _GROUP) for p in meta.paths.values()))
 

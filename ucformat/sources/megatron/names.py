@@ -23,26 +23,6 @@ from ucformat.sources.index import Group
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "LAYER",
-    "LOCAL",
-    "MASTER",
-    "Bucket",
-    "Member",
-    "NameTemplate",
-    "StateKey",
-    "bucket_of",
-    "groups_by_rule",
-    "is_expert",
-    "is_parameter",
-    "local_name",
-    "name_of",
-    "orders_of",
-    "split_half",
-    "split_state_key",
-    "unwrapped",
-]
-
 _CHAINED = re.compile(r"(?:chained_(\d+)\.)?(optimizer\..+)", re.DOTALL)
 _STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _BUCKET = re.compile(
@@ -92,11 +72,7 @@ class NameTemplate:
     half: int | None = None  # of a gated projection: 0 the gate, 1 the other
 
     def at(self, index: tuple[int, ...]) -> str:
-        """The name at these leading indices.
-
-        Args:
-            index: one index for each leading dim.
-        """
+        """The name at these leading indices."""
         name = self.template
         for d, i in enumerate(index):
             name = name.replace(f"{{{d}}}", str(i), 1)
@@ -104,22 +80,14 @@ class NameTemplate:
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without `module.` of the modules that wrap the model: NeMo and Megatron-FSDP store it.
-
-    Args:
-        name: the name.
-    """
+    """A parameter's name without `module.` of the modules that wrap the model: NeMo and Megatron-FSDP store it."""
     while name.startswith("module."):
         name = name[len("module.") :]
     return name
 
 
 def split_state_key(fqn: str) -> StateKey | Bucket | None:
-    """Parse the name of a tensor's entry; None for an optimizer's entry of unknown form.
-
-    Args:
-        fqn: the entry's name.
-    """
+    """Parse the name of a tensor's entry; None for an optimizer's entry of unknown form."""
     match = _CHAINED.fullmatch(fqn)
     if match is None:
         return StateKey(unwrapped(fqn), "weight")
@@ -129,11 +97,7 @@ def split_state_key(fqn: str) -> StateKey | Bucket | None:
 
 
 def bucket_of(match: re.Match[str]) -> Bucket | None:
-    """The bucket whose entry has this name; None for other names.
-
-    Args:
-        match: the name, split into the optimizer's number and the rest.
-    """
+    """The bucket whose entry has this name; None for other names."""
     found = _BUCKET.fullmatch(match[2])
     if found is None:
         return None
@@ -142,22 +106,13 @@ def bucket_of(match: re.Match[str]) -> Bucket | None:
 
 
 def split_half(key: str) -> tuple[str, int]:
-    """The name of a gated projection, and which half of it is meant: 0 the gate, 1 the other; 0 for all other names.
-
-    Args:
-        key: the name.
-    """
+    """The name of a gated projection, and which half of it is meant: 0 the gate, 1 the other; 0 for all other names."""
     match = _HALF.fullmatch(key)
     return (key, 0) if match is None else (match["whole"], "wv".index(match["half"]))
 
 
 def name_of(key: str, *, local: bool) -> NameTemplate:
-    """The names of a key's parameters.
-
-    Args:
-        key: the model's key.
-        local: whether to use the names of the local specification.
-    """
+    """The names of a key's parameters."""
     whole, which = split_half(key)
     half = None if whole == key else which
     key, leading = whole, 0
@@ -172,11 +127,7 @@ def name_of(key: str, *, local: bool) -> NameTemplate:
 
 
 def local_name(name: str) -> str:
-    """The name of a parameter in a model of the local specification.
-
-    Args:
-        name: its name in a model of Transformer Engine.
-    """
+    """The name of a parameter in a model of the local specification."""
     for fused, own in LOCAL:
         at = name.find("." + fused)
         if at >= 0:
@@ -209,11 +160,7 @@ _OTHER_PARTS = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mixer", "norm
 
 
 def is_parameter(name: str) -> bool:
-    """Whether a model of Megatron-Core may have a parameter of this name.
-
-    Args:
-        name: the name, with global numbers of layers and experts.
-    """
+    """Whether a model of Megatron-Core may have a parameter of this name."""
     if match := LAYER.fullmatch(name):
         part = match[3].split(".")[0]
         return match[1].split(".")[0] in _TOP and (part in _PARTS or part in _OTHER_PARTS)
@@ -243,9 +190,6 @@ def orders_of(names: Sequence[str]) -> list[list[str]]:
     """The orders in which a module may list these parameters, the likeliest first.
 
     They follow Megatron's own modules, with experts one after another or grouped, or the checkpoint's list.
-
-    Args:
-        names: the names, in the order of the checkpoint.
     """
     found = [
         sorted(names, key=lambda n: _rank(n, grouped=False)),
@@ -263,11 +207,7 @@ class Member(NamedTuple):
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to an expert.
-
-    Args:
-        name: the parameter's name.
-    """
+    """Whether a parameter belongs to an expert."""
     return ".experts." in name
 
 
@@ -277,9 +217,7 @@ def groups_by_rule(
     """The groups with their parameters in the order of the module; None if Megatron's rule does not determine them.
 
     Args:
-        raw: the optimizer's groups, as stored.
         members: the trained parameters, in the order of the module.
-        json: converts hyper-parameters to JSON.
     """
     if any(g.get("lr_mult", 1.0) != 1.0 or g.get("is_decoupled_lr") for g in raw) or not raw:
         return None

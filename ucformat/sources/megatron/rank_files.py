@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ucformat.sources.megatron.folder import MegatronFolder
     from ucformat.storage.base import Store
 
-__all__ = ["At", "RankFile", "read_ranks"]
-
 At = tuple[int, int, int]  # tensor-parallel rank, pipeline stage, expert-parallel rank
 
 _DEPTH = 20
@@ -56,17 +54,10 @@ def read_ranks(
     """Open the files of all ranks, each of which must have one.
 
     Args:
-        store: the store of the checkpoint.
-        place: the checkpoint's folder.
-        allow: further packages whose classes become inert stand-ins.
         vocab: the caller's rows of the vocabulary without padding; None if not given.
 
     Returns:
         the files by rank, and the arguments in the first.
-
-    Raises:
-        MissingData: there are no such files.
-        UnsupportedError: the optimizer is in files of data-parallel ranks.
     """
     below = f"{place.folder}/" if place.folder else ""
     keys = [info.key for info in store.list(place.folder)]

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.file import TorchFile
     from ucformat.sources.tp_merge.replicas import LocalContents
 
-__all__ = ["read_states"]
-
 _COPIES = ("fp32_from_fp16_params", "fp32_from_fp16")
 _CHECKED = 3  # slots in a buffer that are checked when it is opened
 
@@ -43,18 +41,7 @@ def _without_optimizer() -> str:
 
 
 def read_states(rank: RankFile, contents: LocalContents) -> list[list[Group]]:
-    """Add a rank's optimizer states to its contents.
-
-    Args:
-        rank: the rank's file.
-        contents: the rank's contents.
-
-    Returns:
-        the groups of each of its optimizers.
-
-    Raises:
-        IntegrityError: an optimizer is not a dictionary.
-    """
+    """Add a rank's optimizer states to its contents."""
     found = rank.values.get("optimizer")
     if found is None:
         return []

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.layout import Layout
     from ucformat.sources.tp_merge.replicas import Verdict
 
-__all__ = ["NameResolver"]
-
 _QKV = re.compile(r"(.*\.)?(linear_qkv|query_key_value)\.(weight|bias)", re.DOTALL)
 _FIRST = re.compile(r"(.*\.)?(linear_fc1|dense_h_to_4h)\.(weight|bias)(\d*)", re.DOTALL)
 _COLUMN = re.compile(
@@ -49,9 +47,6 @@ class NameResolver:
     """The shardings of all parameters.
 
     Args:
-        shapes: the shapes of the parts of each parameter.
-        version: the file's `checkpoint_version`.
-        layouts: the caller's layouts.
         queries: number of query groups that share keys and values; None if the arguments do not record it.
     """
 
@@ -61,15 +56,7 @@ class NameResolver:
         self._shapes, self._version, self._layouts, self._queries = shapes, version, layouts, queries
 
     def decide(self, verdict: Callable[[str], Verdict]) -> dict[str, TPSharding]:
-        """The sharding of each parameter.
-
-        Args:
-            verdict: compares the bytes of a parameter's parts.
-
-        Raises:
-            LayoutError: the caller's layout does not fit a parameter's parts.
-            AmbiguousLayout: the sharding of parameters is unknown; the message lists them.
-        """
+        """The sharding of each parameter."""
         out: dict[str, TPSharding] = {}
         doubts: list[str] = []
         for name, shapes in self._shapes.items():

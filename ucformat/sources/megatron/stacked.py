@@ -29,29 +29,11 @@ if TYPE_CHECKING:
     from ucformat.sources.megatron.arguments import Arguments
     from ucformat.storage.base import Store
 
-__all__ = [
-    "Opened",
-    "ReadableTensor",
-    "StackedTensor",
-    "UnstackedPart",
-    "add_tensor",
-    "joined",
-    "original_shapes",
-    "unstacked",
-]
-
 _SHAPE = "nd_reformulated_orig_global_shape"
 
 
 def original_shapes(meta: Metadata) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that are stored as flat ranges, by entry.
-
-    Args:
-        meta: the checkpoint's `.metadata`.
-
-    Raises:
-        IntegrityError: a shape is not a list of sizes.
-    """
+    """The shapes of the tensors that are stored as flat ranges, by entry."""
     found = meta.root.get("mcore_data")
     out = {}
     for fqn, recorded in found.items() if isinstance(found, dict) else ():
@@ -68,10 +50,6 @@ class StackedTensor:
     """One tensor entry, in the coordinates of the whole, stacked tensor.
 
     Args:
-        items: the files of the checkpoint.
-        fqn: the entry.
-        key: its name in messages.
-        leading: dims along which parameters are stacked.
         original: the tensor's shape if flat ranges of it are stored, else None.
     """
 
@@ -212,15 +190,7 @@ class Opened(Protocol):
 
 
 def unstacked(key: Key, parts: Sequence[UnstackedPart]) -> ReadableTensor:
-    """A parameter stored in one or several parts, concatenated along the first dim.
-
-    Args:
-        key: the parameter and its state.
-        parts: the parts, at least one.
-
-    Raises:
-        IntegrityError: the parts differ in dtype or in a dim other than the first.
-    """
+    """A parameter stored in one or several parts, concatenated along the first dim."""
     first = parts[0]
     if len(parts) == 1:
         return ReadableTensor(key, first.stored.dtype, first.shape, first.boxes, first.extents)
@@ -249,13 +219,7 @@ def unstacked(key: Key, parts: Sequence[UnstackedPart]) -> ReadableTensor:
 
 
 def add_tensor(contents: TensorIndex, tensor: ReadableTensor, rows: int) -> None:
-    """Add a tensor to the contents, its padding separately.
-
-    Args:
-        contents: the contents.
-        tensor: the tensor.
-        rows: number of rows without padding.
-    """
+    """Add a tensor to the contents, its padding separately."""
     if not tensor.shape or rows >= tensor.shape[0]:
         contents.add(*tensor.key, tensor.dtype, tensor.shape, partial(_part, tensor, Box.whole(tensor.shape)))
         return
@@ -279,14 +243,7 @@ def joined(
     shape: tuple[int, ...],
     parts: Sequence[tuple[Locate, Sequence[Part]]],
 ) -> ReadableTensor:
-    """The global tensor whose parts ranks hold.
-
-    Args:
-        key: the tensor's parameter and state.
-        dtype: its dtype.
-        shape: its global shape.
-        parts: for each rank its local extents, and the regions of the global tensor that it holds.
-    """
+    """The global tensor whose parts ranks hold."""
     seen: dict[Box, int] = {}
     views: list[tuple[Key, Part]] = []
     for i, (_, regions) in enumerate(parts):

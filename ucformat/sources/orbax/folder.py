@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["CHECKPOINT", "MANIFEST", "TREE", "Step", "find_step", "looks_like_orbax"]
-
 TREE = "_METADATA"
 CHECKPOINT = "_CHECKPOINT_METADATA"
 MANIFEST = "manifest.ocdbt"
@@ -54,11 +52,7 @@ class Step:
 
 
 def looks_like_orbax(store: Store) -> bool:
-    """Whether Orbax wrote this folder, or a step or item in it; reads a listing only.
-
-    Args:
-        store: a store whose root is the folder.
-    """
+    """Whether Orbax wrote this folder, or a step or item in it; reads a listing only."""
     return any(_is_marker(info.key) for info in islice(store.list(), _MAX_LISTED))
 
 
@@ -70,16 +64,7 @@ def _is_marker(key: str) -> bool:
 
 
 def find_step(store: Store) -> Step:
-    """Find the checkpoint in the folder of an item, of a step, or of steps of which there is only one.
-
-    Args:
-        store: a store whose root is the folder.
-
-    Raises:
-        UsageError: there are several steps.
-        UnsupportedError: the save did not finish, or an old version of Orbax wrote it.
-        MissingData: there is no tree, or the metadata of an item is missing.
-    """
+    """Find the checkpoint in the folder of an item, of a step, or of steps of which there is only one."""
     sizes = {info.key: info.size for info in store.list()}
     keys = list(sizes)
     if _TEMPORARY in store.url.rstrip("/").rpartition("/")[2]:

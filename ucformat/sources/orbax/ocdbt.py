@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
-__all__ = ["read_ocdbt"]
-
 _MIN_LIMIT = 32 << 20  # bytes of memory that any node may take
 _LIMIT_RATIO = 400  # and more per byte of the node: a real entry has ten bytes or more, of offsets that do not compress
 _MAX_INFLATED_MANIFEST = 32 << 10  # bytes: a manifest has a path of 50 bytes for each of about 16 versions
@@ -184,17 +182,11 @@ def read_ocdbt(store: Store, folder: str, sizes: Mapping[str, int]) -> dict[str,
     """Find every value of the newest version.
 
     Args:
-        store: the store of the checkpoint.
         folder: the folder of the manifest in the store; empty for the root.
         sizes: the bytes of each file of the store, by key.
 
     Returns:
         the location of each value by its key, or the value itself if it is in a node.
-
-    Raises:
-        IntegrityError: a node is damaged, or refers to bytes that do not exist.
-        MissingData: a data file is missing or truncated.
-        UnsupportedError: the manifest or a node is too large, or the database has numbered manifests.
     """
     prefix = f"{folder}/" if folder else ""
     key = prefix + MANIFEST

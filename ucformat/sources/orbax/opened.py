@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ucformat.sources.zarr.array import Array
     from ucformat.storage.base import Store
 
-__all__ = ["OpenOrbax"]
-
 _MISSING_HINT = "files were lost, or the save was incomplete: restore them from another copy"
 _JSON = ("metadata", "metrics")  # the files of items that are JSON
 _OWN = (CHECKPOINT, "commit_success.txt", "orbax.checkpoint")  # bookkeeping of Orbax

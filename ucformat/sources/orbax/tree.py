@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
-__all__ = ["NAMES", "STRINGS", "Item", "Leaf", "Tree", "scalar_json", "tensor_keys"]
-
 #: In the custom metadata of a tree that ucformat wrote: name and state of each tensor whose path says another.
 NAMES = "ucformat"
 #: The file with the leaves that are text.
@@ -151,7 +149,6 @@ class Item:
     """The leaves of an item, by their paths in the checkpoint, which begin with the item's name if there are several.
 
     Attributes:
-        tree: the leaves.
         arrays: the array of each leaf that is one.
         unreadable: why an array of the leaves cannot be read.
         scalars: the array of each leaf that is a number.
@@ -194,11 +191,7 @@ class Item:
         return {k for k in self._files if _FILE.fullmatch(k[len(self._below) :]) or is_file_of(arrays, k)}
 
     def path_of(self, leaf: Leaf) -> tuple[str, ...]:
-        """The path of a leaf in the checkpoint, as text.
-
-        Args:
-            leaf: the leaf.
-        """
+        """The path of a leaf in the checkpoint, as text."""
         return self._paths[leaf]
 
     def others(self) -> tuple[Leaf, ...]:
@@ -206,11 +199,7 @@ class Item:
         return self.tree.scalars + self.tree.strings + self.tree.empty
 
     def state_path(self, leaf: Leaf) -> StatePath:
-        """The path of a leaf in the checkpoint, with positions in lists.
-
-        Args:
-            leaf: the leaf.
-        """
+        """The path of a leaf in the checkpoint, with positions in lists."""
         return self._paths[leaf] if self._paths.get(leaf) == self._first else (*self._first, *leaf.at)
 
     def noted_keys(self) -> dict[tuple[str, ...], Key]:
@@ -282,16 +271,7 @@ class Item:
 
 
 def scalar_json(name: str, array: Array, data: bytes) -> Any:
-    """The JSON form of a leaf that is a number: plain if it is of one of Python's types, otherwise with its dtype.
-
-    Args:
-        name: the name of the leaf.
-        array: its array.
-        data: the bytes of the number.
-
-    Raises:
-        IntegrityError: the array is not 0-d.
-    """
+    """The JSON form of a leaf that is a number: plain if it is of one of Python's types, otherwise with its dtype."""
     if array.shape:
         raise IntegrityError(f"{name} should be a number, but is an array of {list(array.shape)}")
     if array.dtype in _PLAIN:
@@ -316,9 +296,6 @@ def tensor_keys(shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Key]:
     A tree next to `params` mirrors it if it has the same paths and shapes; one of optax's moments, if it has some of
     the paths. The name of the tree is the state. If two arrays would be the same tensor, neither is treated so: like
     all other arrays, they are weights with names of their own.
-
-    Args:
-        shapes: the shape of each array, by path.
     """
     plain = {path: Key(".".join(path), "weight") for path in shapes}
     nodes = _nodes(shapes)

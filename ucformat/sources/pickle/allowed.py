@@ -36,8 +36,6 @@ from ucformat.sources.pickle.stand_ins import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PARTS", "checked_key", "dtype_text", "resolve", "sizes"]
-
 #: Packages whose classes become inert stand-ins.
 _FRAMEWORKS = (
     *("accelerate", "apex", "argparse", "bitsandbytes", "datasets", "deepspeed", "diffusers", "lightning"),
@@ -70,15 +68,7 @@ _MAX_KEY_PARTS, _MAX_KEY_BITS = 64, 64  # of a tuple and a number used as a key:
 
 
 def sizes(value: Any, what: str) -> tuple[int, ...]:
-    """Check a shape, a size or strides.
-
-    Args:
-        value: a tuple or list of integers, each from 0 to 2^62 - 1.
-        what: the name of the value, for messages.
-
-    Raises:
-        IntegrityError: it is something else.
-    """
+    """Check a shape, a size or strides."""
     if type(value) in (tuple, list, Size):
         for n in value:
             if type(n) is not int or not 0 <= n < _MAX_NUMBER:
@@ -243,14 +233,8 @@ def _bytes(data: Any = b"") -> bytes:
 def checked_key(value: Any) -> Any:
     """Check a key before it is hashed: hashing a tuple whose parts are shared at many levels would not end.
 
-    Args:
-        value: a key of a dictionary, or a member of a set.
-
     Returns:
         the value: a scalar, or a tuple of at most 64 of them.
-
-    Raises:
-        UnsafeError: it is something else.
     """
     if _is_scalar(value) or (isinstance(value, tuple) and len(value) <= _MAX_KEY_PARTS and all(map(_is_scalar, value))):
         return value
@@ -321,14 +305,7 @@ def _frombuffer(data: Any, dtype: NumpyDtype, shape: Any, order: str = "C") -> N
 
 
 def dtype_text(dtype: Any) -> str:
-    """The NumPy spelling of a dtype, with its byte order: `<f4`.
-
-    Args:
-        dtype: a `NumpyDtype`.
-
-    Raises:
-        IntegrityError: it is something else.
-    """
+    """The NumPy spelling of a dtype, with its byte order: `<f4`."""
     if not isinstance(dtype, NumpyDtype):
         raise IntegrityError(f"a numpy array of dtype {reprlib.repr(dtype)}")
     return dtype.code if dtype.code[:1] in "<>=|" else (dtype.order if dtype.order in "<>" else "") + dtype.code
@@ -449,17 +426,7 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = (), *, exact: bool 
     """Find the stand-in for a global of a pickle.
 
     Args:
-        module: the module that the pickle names.
-        name: the name in the module.
-        allow: packages, besides those of `_FRAMEWORKS`, whose classes become inert stand-ins; with `PARTS`, DTensors
-            become a `LocalPart`.
         exact: NumPy scalars, byte arrays and `torch.Size` keep their types.
-
-    Returns:
-        a `Maker`, `Dtype`, `StorageType` or `InertClass`.
-
-    Raises:
-        UnsafeError: the global is not allowed.
     """
     whole = f"{module}.{name}"
     known = _EXACT_GLOBALS if exact else _GLOBALS

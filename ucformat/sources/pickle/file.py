@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
-__all__ = ["TorchFile", "TorchZip", "open_file"]
-
 _MAX_PICKLE = 256 << 20  # bytes of data.pkl, and of the zip directory; real ones are kilobytes to a few megabytes
 _TAIL = 64 << 10
 _HEAD = 32 << 10  # read with the first bytes: the pickle is first in the file, and mostly smaller
@@ -106,27 +104,10 @@ class _Ranges(io.RawIOBase):
 
 
 class TorchZip:
-    """An archive written by `torch.save`: a file, or a range of one.
-
-    Attributes:
-        pickle: the bytes of its pickle.
-        key: the key of the file.
-        size: bytes of the archive.
-        label: its name in errors.
-    """
+    """An archive written by `torch.save`: a file, or a range of one."""
 
     def __init__(self, store: Store, file: str | ByteRange, name: str = "") -> None:
-        """Read the directory and the pickle.
-
-        Args:
-            store: where the file is.
-            file: the key of a file, or the range of one that is the archive.
-            name: the name of a range in errors and records.
-
-        Raises:
-            IntegrityError: it is damaged.
-            UnsupportedError: it is compressed, big-endian, or of PyTorch before 1.6.
-        """
+        """Read the directory and the pickle."""
         self.store, self._name = store, name
         self.key, self._base, self.size = _range(store, file)
         self.label = f"{name} in {self.key}" if name else self.key
@@ -150,25 +131,11 @@ class TorchZip:
         self.pickle = self._content(f"{self._top}/data.pkl")
 
     def nbytes(self, storage: str) -> int:
-        """Bytes of a storage.
-
-        Args:
-            storage: its key.
-
-        Raises:
-            MissingData: the archive has no such storage.
-        """
+        """Bytes of a storage."""
         return self._storage(storage).nbytes
 
     def crc32(self, storage: str) -> int:
-        """CRC-32 of a storage according to the directory; 0 if torch was configured not to compute it.
-
-        Args:
-            storage: its key.
-
-        Raises:
-            MissingData: the archive has no such storage.
-        """
+        """CRC-32 of a storage according to the directory; 0 if torch was configured not to compute it."""
         return self._storage(storage).crc32
 
     def records(self) -> Iterator[FileRecord]:
@@ -186,15 +153,7 @@ class TorchZip:
             yield FileRecord(self.key, whole, member.nbytes, crc, start, header)
 
     def offset(self, storage: str) -> int:
-        """The first byte of a storage in the file; the first call for each storage reads 30 bytes.
-
-        Args:
-            storage: its key.
-
-        Raises:
-            MissingData: the archive has no such storage.
-            IntegrityError: the directory points to no member, or to one that is truncated.
-        """
+        """The first byte of a storage in the file; the first call for each storage reads 30 bytes."""
         if storage not in self._offsets:
             self._offsets[storage] = self._base + self._locate(f"{self._top}/data/{storage}")
         return self._offsets[storage]
@@ -299,14 +258,7 @@ def open_file(
     """Open a file of torch.save; an `OpaqueFile` if its pickle is not allowed or not supported.
 
     Args:
-        store: the store of the file.
-        file: the key of a file, or a range of one.
-        name: the name of a range in errors.
-        allow: further packages whose classes become inert stand-ins.
         exact: NumPy scalars, byte arrays and `torch.Size` keep their types.
-
-    Raises:
-        IntegrityError: the file is damaged.
     """
     try:
         return TorchFile(store, file, name, allow=allow, exact=exact)
@@ -341,11 +293,7 @@ class TorchFile:
         return self._zip.records()
 
     def whole(self, tensor: StoredTensor) -> Iterator[Extent]:
-        """The extent of a whole tensor; none if it has no elements.
-
-        Args:
-            tensor: a tensor in `value`.
-        """
+        """The extent of a whole tensor; none if it has no elements."""
         if tensor.size:
             unit = self._itemsize(tensor)
             offset = self._zip.offset(tensor.storage) + tensor.offset * unit
@@ -355,14 +303,8 @@ class TorchFile:
         """The extents of a flat range of a tensor that is stored in a flat buffer.
 
         Args:
-            buffer: the buffer, a contiguous one-dimensional tensor in `value`.
             begin: the element of the buffer at which the range is stored.
-            shape: the shape of the whole tensor.
             start: the first element of the range in the row-major flattened tensor.
-            stop: the element after the last.
-
-        Raises:
-            IntegrityError: the buffer is not contiguous, or too short.
         """
         if len(buffer.shape) != 1 or buffer.strides != (1,) or not 0 <= begin <= begin + stop - start <= buffer.size:
             raise IntegrityError(
@@ -376,14 +318,7 @@ class TorchFile:
             yield from flat_extents(shape, start, stop, unit, self.key, first)
 
     def read(self, tensor: StoredTensor) -> bytes:
-        """Read a small tensor.
-
-        Args:
-            tensor: a tensor in `value`.
-
-        Returns:
-            the row-major bytes.
-        """
+        """Read a small tensor."""
         import numpy as np
 
         if not tensor.size:
@@ -397,11 +332,7 @@ class TorchFile:
         ).tobytes()
 
     def crc32(self, tensor: StoredTensor) -> int:
-        """CRC-32 of the storage of a tensor according to the file; 0 if it has none.
-
-        Args:
-            tensor: a tensor in `value`.
-        """
+        """CRC-32 of the storage of a tensor according to the file; 0 if it has none."""
         return self._zip.crc32(tensor.storage) if tensor.storage else 0
 
     def _itemsize(self, tensor: StoredTensor) -> int:

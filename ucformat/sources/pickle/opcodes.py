@@ -12,22 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["interpret"]
-
 
 def interpret(data: bytes, meaning: object, calls: tuple[Callable[..., Any], ...], damaged: type[Exception], /) -> Any:
     """Interpret a pickle.
 
     Args:
-        data: the pickle.
-        meaning: the first argument of each call.
         calls: for each opcode that does not only make a plain value, and for those that are refused, the function that
             decides; it gets `meaning` and the values that the opcode takes from the stack, and returns the one to put
             there.
-        damaged: the error where the bytes are no pickle.
-
-    Returns:
-        the value.
     """
     return _Machine(data, meaning, calls, damaged).run()
 

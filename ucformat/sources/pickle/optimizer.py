@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import StatePath
     from ucformat.sources.pickle.file import TorchFile
 
-__all__ = ["Candidate", "Entry", "Module", "Optimizer", "add_optimizer", "is_optimizer", "match", "shape_of_states"]
-
 _MAX_PARTIAL = 20_000  # partial matches that are followed at the same time
 _FACTORS = (("row_var", "col_var", True), ("exp_avg_sq_row", "exp_avg_sq_col", False))
 
@@ -50,11 +48,7 @@ class Candidate:
     sample: bytes | None = None
 
     def fits(self, entry: Entry) -> bool:
-        """Whether the parameter may be an entry.
-
-        Args:
-            entry: the evidence for the entry.
-        """
+        """Whether the parameter may be an entry."""
         if entry.shape is not None and entry.shape != self.shape:
             return False
         return entry.sample is None or self.sample is None or entry.sample == self.sample
@@ -81,8 +75,6 @@ def match(
     """Assign names to the entries of an optimizer's groups.
 
     Args:
-        groups: the evidence for each entry of each group.
-        candidates: the parameters that entries may be.
         ordered: whether the candidates are in the order of the module. If not, shape and sample must identify each
             entry.
 
@@ -172,10 +164,7 @@ class Module:
         """Create it from a state dict: tensors of floating point that are not buffers of normalisation layers.
 
         Args:
-            tensors: the dtype and shape of each tensor by name.
-            prefix: of the names in the checkpoint.
             ordered: whether the tensors are in the order of the module.
-            main: whether it is the main module, whose names have no prefix.
         """
         buffers = set()
         for name in tensors:
@@ -191,9 +180,6 @@ class Module:
 
     def find(self, names: list[list[str]]) -> list[list[str]] | None:
         """Find the parameters that an optimizer's file names, possibly without or with the prefix of a wrapper.
-
-        Args:
-            names: the names of each group's parameters in the file.
 
         Returns:
             their names in the checkpoint; None if some are not in this module, or the prefix is ambiguous.
@@ -214,11 +200,7 @@ class Module:
         return [[self.prefix + exact[0][n] for n in group] for group in names] if len(exact) == 1 else None
 
     def match(self, entries: list[list[Entry]]) -> list[list[str]] | None:
-        """Assign names to the entries of an optimizer's groups; None unless exactly one assignment fits.
-
-        Args:
-            entries: the evidence for each entry of each group.
-        """
+        """Assign names to the entries of an optimizer's groups; None unless exactly one assignment fits."""
         return match(entries, [Candidate(self.prefix + n, s) for n, s in self.shapes.items()], ordered=self.ordered)
 
 
@@ -236,17 +218,7 @@ class Optimizer:
 
     @classmethod
     def parse(cls, value: dict[str, Any], path: str, file: TorchFile, place: StatePath | None = None) -> Optimizer:
-        """Check and parse a state dict.
-
-        Args:
-            value: the state dict, for which `is_optimizer` is true.
-            path: its path in the file's value.
-            file: the file.
-            place: its path in the program's state, if that is to be recorded.
-
-        Raises:
-            IntegrityError: a parameter is listed twice, or has states but is in no group.
-        """
+        """Check and parse a state dict."""
         found, groups = value["state"], value["param_groups"]
         entries = [list(group["params"]) for group in groups]
         flat = [entry for group in entries for entry in group]
@@ -274,11 +246,7 @@ class Optimizer:
         return names if all(isinstance(n, str) for n in flat) else None
 
     def name(self, modules: Sequence[Module]) -> list[list[str]] | None:
-        """Find the names of each group's entries: in the file, or proven by shapes and order; None if unknown.
-
-        Args:
-            modules: the modules that the optimizer may train.
-        """
+        """Find the names of each group's entries: in the file, or proven by shapes and order; None if unknown."""
         recorded = self.recorded_names()
         if recorded is not None:
             own = [(m, names) for m in modules if (names := m.find(recorded)) is not None]
@@ -295,11 +263,7 @@ class Optimizer:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether a value is an optimizer's state dict.
-
-    Args:
-        value: an unpickled value.
-    """
+    """Whether a value is an optimizer's state dict."""
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
         return False
     groups = value.get("param_groups")
@@ -320,16 +284,7 @@ def add_optimizer(
     If the names are not certain, entry 7 of `optimizer` becomes `optimizer.7`.
 
     Args:
-        optimizer: the optimizer.
-        modules: the modules that it may train.
-        contents: the tensors and groups found so far.
         given: the names of each group's parameters, from the caller; None: they are derived.
-
-    Returns:
-        whether the names are certain.
-
-    Raises:
-        UsageError: the given names do not match the entries in number or shape.
     """
     if given is not None:
         _check(optimizer, given, {m.prefix + n: s for m in modules for n, s in m.shapes.items()})

@@ -16,30 +16,6 @@ if TYPE_CHECKING:
     from ucformat.errors import UcformatError
     from ucformat.storage.base import ByteRange, Store
 
-__all__ = [
-    "Dtype",
-    "Inert",
-    "InertClass",
-    "LocalPart",
-    "Maker",
-    "NamedFields",
-    "NdArray",
-    "NumpyDtype",
-    "NumpyScalar",
-    "OfClass",
-    "Opaque",
-    "OpaqueFile",
-    "Size",
-    "SmallTensor",
-    "Storage",
-    "StorageType",
-    "StoredTensor",
-    "Stream",
-    "opaque_file",
-    "unknown_dtype",
-    "why_refused",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
@@ -97,22 +73,14 @@ class StoredTensor:
 
 
 def unknown_dtype(dtype: str) -> str:
-    """Why a tensor is unreadable: it has a dtype that `schema` lacks.
-
-    Args:
-        dtype: the dtype as the file spells it.
-    """
+    """Why a tensor is unreadable: it has a dtype that `schema` lacks."""
     if dtype.startswith(("qint", "quint")):
         return f"is a quantized tensor ({dtype}), of which ucformat does not read scale and zero point"
     return f"has the dtype {reprlib.repr(dtype)}, which ucformat does not know"
 
 
 def why_refused(dtype: str) -> str:
-    """Why a `StoredTensor` is unreadable.
-
-    Args:
-        dtype: its dtype.
-    """
+    """Why a `StoredTensor` is unreadable."""
     return dtype.partition(" ")[2] or unknown_dtype(dtype)
 
 
@@ -146,12 +114,7 @@ class Inert:
         return self.state if isinstance(self.state, dict) else {}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """An attribute in the state.
-
-        Args:
-            key: its name.
-            default: the result if the state has no such attribute.
-        """
+        """An attribute in the state."""
         return self.attributes.get(key, default)
 
 
@@ -232,8 +195,6 @@ class Maker:
     """A function of this package that replaces the named global.
 
     Attributes:
-        name: of the global.
-        make: the function.
         hashes: whether it hashes what its arguments contain.
     """
 
@@ -265,11 +226,7 @@ class OpaqueFile:
         raise self._error
 
     def opaque(self) -> Opaque:
-        """Read the file as an opaque value.
-
-        Raises:
-            UcformatError: the file is larger than 16 MiB: the error for which it was refused.
-        """
+        """Read the file as an opaque value."""
         if self._file.nbytes > _MAX_OPAQUE:
             raise self._error
         return opaque_file(self._store.read(*self._file))
@@ -280,9 +237,6 @@ def opaque_file(data: bytes) -> Opaque:
 
     A file of torch.save is a zip archive; an opaque value is a pickle, which `trust=True` opens. It is assembled here
     without `pickle`, which would need torch.
-
-    Args:
-        data: the bytes of the file.
     """
     load = b"ctorch\nload\n"
     partial = b"cfunctools\npartial\n(" + load + b"tR(" + load + b"(t}X\x0c\x00\x00\x00weights_only\x89sNtb"

@@ -42,8 +42,6 @@ except ImportError:
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["unpickle"]
-
 
 def unpickle(
     data: bytes,
@@ -56,16 +54,8 @@ def unpickle(
     """Read the value in a pickle of torch.save.
 
     Args:
-        data: the pickle.
-        file: the name of the file, for messages.
         storage_nbytes: gives the bytes of a storage by its key.
-        allow: further packages whose classes become inert stand-ins.
         exact: NumPy scalars, byte arrays and `torch.Size` keep their types.
-
-    Raises:
-        UnsafeError: the pickle names a global that is not allowed, or expands to far more than its size.
-        UnsupportedError: the pickle has another protocol, or values that are not supported.
-        IntegrityError: the pickle is damaged.
     """
     try:
         return interpret(data, _Meaning(len(data), storage_nbytes, allow, exact=exact), _CALLS, IntegrityError)

@@ -75,17 +75,8 @@ class Safetensors(Source):
 def choose(names: Iterable[str], url: str, *, part: bool = False) -> FileSet:
     """Choose the checkpoint among the files of a folder.
 
-    Args:
-        names: the keys of the files in the folder and its subfolders.
-        url: the folder, for messages.
-        part: shards may be missing.
-
     Returns:
         the files, and the key of their index or None.
-
-    Raises:
-        UsageError: the folder has several checkpoints, or only its subfolders have any.
-        MissingData: a shard is missing.
     """
     names = list(names)
     own = [n for n in names if "/" not in n and n.endswith((_SUFFIX, _INDEX))]

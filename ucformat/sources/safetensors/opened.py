@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
 
-__all__ = ["DTYPES", "PACKED", "Header", "OpenSafetensors", "parse_header", "read_header"]
-
 _MAX_HEADER = 100_000_000
 _FIRST = 16 << 10  # bytes of the first read: most headers of small models fit
 _MAX_NUMBER = 1 << 63
@@ -89,11 +87,7 @@ class Header:
     unreadable: dict[str, str]  # of tensors that cannot be read: the reason
 
     def extents(self, name: str, _within: Box | None = None) -> Iterator[Extent]:
-        """Find the extent of a tensor; none if it has no elements.
-
-        Args:
-            name: the name of the tensor.
-        """
+        """Find the extent of a tensor; none if it has no elements."""
         info = self.tensors[name]
         if info.nbytes:
             strides = row_major(info.shape, ITEMSIZE[info.dtype])
@@ -101,15 +95,7 @@ class Header:
 
 
 def read_header(store: Store, key: str) -> Header:
-    """Read the header of a file, in one or two requests.
-
-    Args:
-        store: the store.
-        key: the key of the file.
-
-    Raises:
-        IntegrityError: the file is truncated, damaged, or not a safetensors file.
-    """
+    """Read the header of a file, in one or two requests."""
     size = store.info(key).size
     head = store.read(key, 0, min(size, _FIRST))
     if size < 8:
@@ -125,16 +111,7 @@ def read_header(store: Store, key: str) -> Header:
 
 
 def parse_header(data: bytes, size: int, file: str) -> Header:
-    """Parse a header and check that its tensors fill the file.
-
-    Args:
-        data: the JSON.
-        size: bytes of the whole file.
-        file: the key of the file.
-
-    Raises:
-        IntegrityError: the header is damaged or does not match the size.
-    """
+    """Parse a header and check that its tensors fill the file."""
     if not data.startswith(b"{"):
         raise _damaged(file, f"begins with {data[:8]!r} and not with {{")
     try:

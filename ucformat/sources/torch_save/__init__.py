@@ -129,18 +129,8 @@ def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None)
 def choose_files(names: Sequence[str], url: str, *, part: bool = False) -> FileSet:
     """Choose the checkpoint among the files of a folder.
 
-    Args:
-        names: the names of the files that may be checkpoints, without folders.
-        url: the folder, for messages.
-        part: shards may be missing.
-
     Returns:
         the files, and the key of their index or None.
-
-    Raises:
-        UsageError: the folder has several checkpoints.
-        UnsupportedError: the model is sharded across ranks.
-        MissingData: a shard is missing.
     """
     parts = [n for n in names if _RANK_FILE.fullmatch(n)]
     if len(parts) > 1:

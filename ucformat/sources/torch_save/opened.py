@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import FileRecord, StatePath
     from ucformat.storage.base import Store
 
-__all__ = ["OpenTorchSave", "Parts"]
-
 _MAX_DEPTH = 3  # levels below the top at which state dicts are looked for
 _MAX_NODES = 5_000_000
 _MAIN_NAMES = ("model", "state_dict", "model_state_dict", "module", "net")
@@ -261,19 +259,7 @@ def _add_module(
     contents: TensorIndex,
     stored: dict[StoredTensor, str] | None = None,
 ) -> dict[str, str]:
-    """Add the tensors of a state dict; one at the same location as an earlier one becomes its alias.
-
-    Args:
-        tensors: the tensors by name.
-        prefix: of all names.
-        place: the path of the state dict in the file's value, if it is known.
-        file: the file.
-        contents: the tensors found so far.
-        stored: the name of each tensor of this file added before; updated.
-
-    Returns:
-        the aliases.
-    """
+    """Add the tensors of a state dict; one at the same location as an earlier one becomes its alias."""
     first = {} if stored is None else stored
     aliases = {}
     for name, tensor in tensors.items():

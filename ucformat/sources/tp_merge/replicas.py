@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.stand_ins import StoredTensor
     from ucformat.storage.base import Store
 
-__all__ = ["LocalContents", "Replica", "Verdict", "compare", "must_agree"]
-
 #: `constant`: equal, but one repeated value, row or column, so that different tensors may be equal by chance.
 Verdict = Literal["equal", "constant", "different"]
 
@@ -51,23 +49,14 @@ class LocalContents(TensorIndex):
             self.whole[key] = file, tensor
 
     def replica(self, key: Key, box: Box | None = None) -> Replica:
-        """A tensor, or a box of it, to compare with other copies.
-
-        Args:
-            key: the tensor's parameter and state.
-            box: the box; None: the whole tensor.
-        """
+        """A tensor, or a box of it, to compare with other copies."""
         info = self.infos[key]
         box = box or Box.whole(info.shape)
         whole = self.whole.get(key) if box == Box.whole(info.shape) else None
         return Replica(self.locate[key], box, info.itemsize, whole)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Remove tensors that another rank's contents hold.
-
-        Args:
-            keys: the tensors; unknown ones are ignored.
-        """
+        """Remove tensors that another rank's contents hold."""
         for key in keys:
             self.infos.pop(key, None)
             self.locate.pop(key, None)
@@ -115,13 +104,7 @@ class Replica:
         return [*first, *((i * step, i * step + place) for i in range(_SAMPLES))]
 
     def read(self, store: Store, start: int, stop: int) -> bytes:
-        """Read a flat range.
-
-        Args:
-            store: the store of the checkpoint.
-            start: first element.
-            stop: element after the last.
-        """
+        """Read a flat range."""
         from ucformat.reading.read import read_extents
 
         boxes = (part.shift(self.box.start) for part in flat_boxes(self.box.shape, start, stop))
@@ -129,12 +112,7 @@ class Replica:
 
 
 def compare(store: Store, copies: Sequence[Replica]) -> Verdict:
-    """Compare copies of one tensor.
-
-    Args:
-        store: the store of the checkpoint.
-        copies: the copies, of one shape and dtype.
-    """
+    """Compare copies of one tensor."""
     if (same := _by_sums(copies)) is False:
         return "different"
     repeated = _Repeated(copies[0].box.shape)
@@ -192,16 +170,7 @@ class _Repeated:
 
 
 def must_agree(store: Store, key: Key, copies: Sequence[Replica]) -> None:
-    """Check that replicas have the same bytes.
-
-    Args:
-        store: the store of the checkpoint.
-        key: the tensor, for messages.
-        copies: the replicas, of one shape and dtype.
-
-    Raises:
-        IntegrityError: they differ; the message names two files.
-    """
+    """Check that replicas have the same bytes."""
     for other in copies[1:]:
         if not _same(store, (copies[0], other)):
             one, two = (

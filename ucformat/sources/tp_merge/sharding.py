@@ -19,20 +19,6 @@ from ucformat.geometry.view import Part
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "CUTS",
-    "TP",
-    "Shapes",
-    "TPSharding",
-    "concatenate",
-    "cuts_option",
-    "layout_of_cuts",
-    "mean",
-    "replicate",
-    "shard",
-    "sub_params",
-]
-
 TP = "tp"  # the axis of layouts
 _MAX_PARTS = 1 << 16
 
@@ -56,19 +42,11 @@ class TPSharding:
     why: str = ""
 
     def because(self, why: str) -> TPSharding:
-        """A copy with this reason.
-
-        Args:
-            why: the evidence for the sharding.
-        """
+        """A copy with this reason."""
         return replace(self, why=why)
 
     def strip(self, rows: int) -> TPSharding:
-        """A copy whose trailing rows are padding.
-
-        Args:
-            rows: number of rows that are kept.
-        """
+        """A copy whose trailing rows are padding."""
         if not self.shape or rows >= self.shape[0]:
             return self
         cut = [keep_rows(regions, rows) for regions in self.regions]
@@ -87,14 +65,7 @@ class TPSharding:
 
 
 def replicate(shapes: Shapes) -> TPSharding:
-    """Every rank holds the whole tensor.
-
-    Args:
-        shapes: the shapes of the ranks' parts.
-
-    Raises:
-        LayoutError: the shapes differ.
-    """
+    """Every rank holds the whole tensor."""
     if len(set(shapes)) > 1:
         raise LayoutError(f"its parts have the shapes {_list(shapes)}, so they cannot be replicas")
     whole = Box.whole(shapes[0])
@@ -102,24 +73,12 @@ def replicate(shapes: Shapes) -> TPSharding:
 
 
 def mean(shapes: Shapes) -> TPSharding:
-    """The tensor is the mean of the ranks' values.
-
-    Args:
-        shapes: the shapes of the ranks' parts.
-    """
+    """The tensor is the mean of the ranks' values."""
     return replace(replicate(shapes), mean=len(shapes) > 1)
 
 
 def concatenate(shapes: Shapes, dim: int) -> TPSharding:
-    """The ranks' parts are concatenated along a dim, in which they may differ.
-
-    Args:
-        shapes: the shapes of the ranks' parts.
-        dim: the dim; negative: from the end.
-
-    Raises:
-        LayoutError: there is no such dim.
-    """
+    """The ranks' parts are concatenated along a dim, in which they may differ."""
     d = dim + len(shapes[0]) if dim < 0 else dim
     if not 0 <= d < len(shapes[0]):
         raise LayoutError(f"its parts of the shape {list(shapes[0])} cannot be joined along dim {dim}")
@@ -130,12 +89,7 @@ def shard(shapes: Shapes, how: Shard, size: int | None = None) -> TPSharding:
     """The ranks' parts are those of a `Shard`.
 
     Args:
-        shapes: the shapes of the ranks' parts.
-        how: the shard; its sizes come from `shapes` if it has neither sizes, parts nor padding.
         size: global size of the dim; None: the sum of the parts, which include any padding.
-
-    Raises:
-        LayoutError: the shapes of the parts do not fit the shard.
     """
     ndim = len(shapes[0])
     d = how.dim + ndim if how.dim < 0 else how.dim
@@ -169,13 +123,7 @@ def sub_params(
     """Several tensors, concatenated along a dim of a view, are each cut separately.
 
     Args:
-        shapes: the shapes of the ranks' parts.
         view: shape of the global tensor as a view, which may have more dims; -1: the remaining elements.
-        dim: the dim of the view.
-        widths: for each of the tensors its size along `dim` on each rank.
-
-    Raises:
-        LayoutError: the shapes, the view and the widths do not fit, or there would be more than 65,536 parts.
     """
     sizes: list[int] = [n if isinstance(n, int) else sum(n) for n in view]
     if not 0 <= dim < len(sizes):
@@ -237,23 +185,14 @@ CUTS: dict[str, list[Any]] = {
 
 
 def layout_of_cuts(cuts: Mapping[str, str | int] | None, ranks: int) -> Layout | None:
-    """The layout that `cuts` specifies; None if `cuts` is empty.
-
-    Args:
-        cuts: for each pattern of names a word in `CUTS`, or the dim along which parts are joined.
-        ranks: number of tensor-parallel ranks.
-    """
+    """The layout that `cuts` specifies; None if `cuts` is empty."""
     if not cuts:
         return None
     return Layout({TP: ranks}, [{"match": pattern, "place": _place(pattern, how)} for pattern, how in cuts.items()])
 
 
 def cuts_option(cuts: Mapping[str, str]) -> str:
-    """The option for these cuts, as `option_text` spells it.
-
-    Args:
-        cuts: for each pattern of names the word or dim.
-    """
+    """The option for these cuts, as `option_text` spells it."""
     return option_text("cuts", repr(dict(cuts)), ",".join(f"{pattern}={how}" for pattern, how in cuts.items()))
 
 

@@ -19,18 +19,6 @@ from ucformat.schema import ITEMSIZE, ZARR_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = [
-    "ML_DTYPES",
-    "V2_DTYPES",
-    "Array",
-    "Codec",
-    "Raw",
-    "Sharding",
-    "is_file_of",
-    "parse_v2",
-    "parse_v3",
-]
-
 Codec = dict[str, Any]
 
 #: The supported codecs from bytes to bytes. Their compression levels do not matter for decoding.
@@ -54,12 +42,7 @@ _ARRAY_FILE = re.compile(r"\.zarray|\.zattrs|zarr\.json|c|(c[./])?\d+([./]\d+)*"
 
 
 def is_file_of(arrays: Collection[str], key: str) -> bool:
-    """Whether a file is the metadata or a chunk of an array, by its name.
-
-    Args:
-        arrays: the paths of arrays.
-        key: the key of the file.
-    """
+    """Whether a file is the metadata or a chunk of an array, by its name."""
     parts = key.split("/")
     splits = (("/".join(parts[:n]), "/".join(parts[n:])) for n in range(len(parts)))
     return any(path in arrays and _ARRAY_FILE.fullmatch(rest) for path, rest in splits)
@@ -85,12 +68,7 @@ class Sharding:
 
 
 def _check_chain(where: str, codecs: Any, shape: tuple[int, ...], itemsize: int, depth: int = 0) -> tuple[Codec, ...]:
-    """Normalise an array's `codecs`; `shape` is that of the chunk that they encode.
-
-    Raises:
-        IntegrityError: it is not a chain of codecs.
-        UnsupportedError: a codec is not supported.
-    """
+    """Normalise an array's `codecs`; `shape` is that of the chunk that they encode."""
     if not isinstance(codecs, list) or depth > _MAX_DEPTH:
         raise IntegrityError(f"{where}: its codecs are not a list, or are nested too deeply")
     if len(codecs) > _MAX_CODECS:
@@ -267,28 +245,14 @@ class Array:
         return math.prod(self.chunk) * self.itemsize
 
     def key(self, at: tuple[int, ...]) -> str:
-        """The key of a stored value.
-
-        Args:
-            at: its index in the grid of stored values.
-        """
+        """The key of a stored value."""
         parts = [self.prefix] if self.prefix else []
         name = self.separator.join([*parts, *map(str, at)]) or "0"
         return f"{self.path}/{name}" if self.path else name
 
 
 def parse_v2(path: str, where: str, doc: Any) -> Array:
-    """Parse a `.zarray` document.
-
-    Args:
-        path: the path of the array in the group.
-        where: the name of the document, for messages.
-        doc: the document.
-
-    Raises:
-        IntegrityError: the document is damaged.
-        UnsupportedError: the data type, compressor or a filter is not supported.
-    """
+    """Parse a `.zarray` document."""
     if not isinstance(doc, dict) or doc.get("zarr_format") != 2:
         raise IntegrityError(f"{where} is not the metadata of a Zarr v2 array")
     dtype, endian = _v2_dtype(where, doc.get("dtype"))
@@ -328,17 +292,7 @@ def parse_v2(path: str, where: str, doc: Any) -> Array:
 
 
 def parse_v3(path: str, where: str, doc: Any) -> Array:
-    """Parse the `zarr.json` document of an array.
-
-    Args:
-        path: the path of the array in the group.
-        where: the name of the document, for messages.
-        doc: the document.
-
-    Raises:
-        IntegrityError: the document is damaged.
-        UnsupportedError: the data type, chunk grid, chunk keys, a codec or an extension is not supported.
-    """
+    """Parse the `zarr.json` document of an array."""
     if not isinstance(doc, dict) or doc.get("zarr_format") != 3 or doc.get("node_type") != "array":
         raise IntegrityError(f"{where} is not the metadata of a Zarr v3 array")
     for key, value in doc.items():

@@ -28,18 +28,12 @@ if TYPE_CHECKING:
     from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
-__all__ = ["Chunks", "tensorstore"]
-
 _MIN_LIMIT = 64 << 20  # bytes that any chunk may decode to
 _MAX_RATIO = 1 << 17  # or, for a large chunk, times its stored bytes: zstd compresses zeros to a 32,000th
 
 
 def tensorstore() -> Any:
-    """Import the package tensorstore when first needed: it must not be loaded before a process forks.
-
-    Raises:
-        UnsupportedError: the package is not installed.
-    """
+    """Import the package tensorstore when first needed: it must not be loaded before a process forks."""
     try:
         import tensorstore as package
     except ImportError:
@@ -54,9 +48,6 @@ def _decode_chunk(array: Array, at: tuple[int, ...], data: bytes, where: str) ->
     """Decode a chunk to row-major little-endian elements; `where` is its name in messages.
 
     The elements of a chunk outside the array are zero, as they need not be stored.
-
-    Raises:
-        IntegrityError: the bytes are not such a chunk.
     """
     nbytes = array.chunk_nbytes
     if nbytes > max(_MIN_LIMIT, len(data) * _MAX_RATIO):
@@ -190,13 +181,7 @@ class Chunks:
         """Find the extents of an array's chunks.
 
         Args:
-            array: the array.
             within: a box of it: only chunks that overlap it. None: all chunks.
-
-        Raises:
-            MissingData: a chunk is not stored, and the array is not in `filled`.
-            IntegrityError: a chunk has the wrong size, or the index of a shard is damaged.
-            UnsupportedError: far more chunks would be filled than are stored, or the index of a shard is too large.
         """
         if 0 in array.shape:
             return

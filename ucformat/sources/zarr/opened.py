@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ucformat.sources.zarr.values import Value
     from ucformat.storage.base import Store
 
-__all__ = ["OpenZarr"]
-
 _V3 = "zarr.json"
 _V2 = (".zgroup", ".zarray", ".zmetadata")
 _DOCUMENTS = frozenset({*_V2, ".zattrs", _V3})
@@ -61,10 +59,6 @@ def _read_hierarchy(store: Store, values: Mapping[str, Value]) -> _Hierarchy:
     """Read every metadata document.
 
     Consolidated metadata are not used, because an array's own may be newer; but every array that they name must exist.
-
-    Raises:
-        IntegrityError: a document is damaged, or documents contradict each other.
-        MissingData: consolidated metadata name an array that does not exist.
     """
     keys = [key for key in values if key.rpartition("/")[2] in _DOCUMENTS]
     documents = dict(zip(keys, map_io(lambda key: read_json(store, values, key), keys), strict=True))

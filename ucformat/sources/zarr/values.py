@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Info, Store
 
-__all__ = [
-    "DECODED",
-    "Cache",
-    "DecodedStore",
-    "Decoder",
-    "Value",
-    "is_checked",
-    "list_values",
-    "read_json",
-    "read_value",
-    "size_of",
-    "slice_value",
-]
-
 _MAX_METADATA = 256 << 20  # bytes of a metadata document: a consolidated one contains those of all arrays
 
 
@@ -43,34 +29,19 @@ Value = ByteRange | bytes
 
 
 def read_value(store: Store, value: Value) -> bytes:
-    """Read a value.
-
-    Args:
-        store: the store of its file.
-        value: the value.
-    """
+    """Read a value."""
     return value if isinstance(value, bytes) else store.read(*value)
 
 
 def slice_value(value: Value, offset: int, nbytes: int) -> Value:
-    """A part of a value.
-
-    Args:
-        value: the value.
-        offset: the first byte.
-        nbytes: the number of bytes.
-    """
+    """A part of a value."""
     if isinstance(value, bytes):
         return value[offset : offset + nbytes]
     return ByteRange(value.file, value.offset + offset, nbytes)
 
 
 def size_of(value: Value) -> int:
-    """Bytes of a value.
-
-    Args:
-        value: the value.
-    """
+    """Bytes of a value."""
     return len(value) if isinstance(value, bytes) else value.nbytes
 
 
@@ -78,7 +49,6 @@ def list_values(store: Store, folder: str = "") -> dict[str, ByteRange]:
     """List the files of a folder as values, by their path in it.
 
     Args:
-        store: the store.
         folder: the key of the folder; empty for the root.
     """
     cut = len(folder) + 1 if folder else 0
@@ -86,17 +56,7 @@ def list_values(store: Store, folder: str = "") -> dict[str, ByteRange]:
 
 
 def read_json(store: Store, values: Mapping[str, Value], key: str) -> Any:
-    """Read a JSON document of at most 256 MiB.
-
-    Args:
-        store: the store.
-        values: the values by key.
-        key: the key of the document.
-
-    Raises:
-        IntegrityError: it is not JSON.
-        UnsupportedError: it is larger.
-    """
+    """Read a JSON document of at most 256 MiB."""
     if (nbytes := size_of(values[key])) > _MAX_METADATA:
         raise UnsupportedError(f"{store.url}: {key} has {nbytes} bytes, too many for metadata")
     try:
@@ -118,30 +78,15 @@ class Decoder(Protocol):
     def info(self, name: str) -> Info:
         """Describe a virtual file: its decoded size, and a version that changes when the stored bytes do.
 
-        Args:
-            name: its name below `DECODED`.
-
         Raises:
             NotFound: there is no such file.
         """
 
     def decode(self, name: str) -> memoryview:
-        """Decode a virtual file.
-
-        Args:
-            name: its name below `DECODED`.
-
-        Raises:
-            IntegrityError: the stored bytes are damaged.
-            MissingData: the stored bytes are missing.
-        """
+        """Decode a virtual file."""
 
     def is_checked(self, name: str) -> bool:
-        """Whether decoding compares all decoded bytes with a stored CRC-32C.
-
-        Args:
-            name: its name below `DECODED`.
-        """
+        """Whether decoding compares all decoded bytes with a stored CRC-32C."""
 
 
 class Cache:
@@ -158,12 +103,7 @@ class Cache:
         return Cache, (self._limit, self._min_entries)
 
     def get(self, key: str, make: Callable[[str], memoryview]) -> memoryview:
-        """Look up a byte string, or make it; errors are not kept.
-
-        Args:
-            key: its key.
-            make: makes it, called with the key.
-        """
+        """Look up a byte string, or make it; errors are not kept."""
         with self._lock:
             if (held := self._held.get(key)) is not None:
                 self._held.move_to_end(key)
@@ -197,11 +137,7 @@ class DecodedStore(SyntheticStore):
         self._decoder, self._cache = decoder, Cache()
 
     def is_checked(self, key: str) -> bool:
-        """Whether this is a virtual file that is compared with a checksum when it is decoded.
-
-        Args:
-            key: the key of a file.
-        """
+        """Whether this is a virtual file that is compared with a checksum when it is decoded."""
         return self._holds(key) and self._decoder.is_checked(key[len(DECODED) :])
 
     def _holds(self, key: str) -> bool:
@@ -217,12 +153,7 @@ class DecodedStore(SyntheticStore):
 
 
 def is_checked(store: Store, key: str) -> bool:
-    """Whether a file is a virtual one, of this store or a store that it wraps, that is checked when it is decoded.
-
-    Args:
-        store: the store.
-        key: the key of the file.
-    """
+    """Whether a file is a virtual one, of this store or a store that it wraps, that is checked when it is decoded."""
     while isinstance(store, WrappedStore):
         if isinstance(store, DecodedStore) and store.is_checked(key):
             return True

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ucformat.storage.cache.folder import CacheFolder
     from ucformat.storage.local_files import Descriptor
 
-__all__ = ["Answers"]
-
 _MAX_FILES = 10_000  # longer listings are not used
 _PATIENCE = 5.0  # seconds to wait for another process that asks
 _COMPANY = 5_000_000_000  # nanoseconds after another process has asked in which more are expected
@@ -49,7 +47,6 @@ class Answers:
     """Asks for the current versions of the files of a store.
 
     Args:
-        store: the store.
         folder: the folder of the cache, which holds the last answers.
     """
 
@@ -61,7 +58,6 @@ class Answers:
         """The current version of a file; None if there is no such file.
 
         Args:
-            key: key of the file.
             begin: called instead of requesting the info alone if no process has asked for the file yet: receives its
                 first bytes, and returns the info that comes with them.
         """

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.local_files import Descriptor
 
-__all__ = ["Asks", "InfoAndBytes", "VersionedStore"]
-
 #: A file and bytes of it, in memory that belongs to the store until the `with` block ends.
 InfoAndBytes = AbstractContextManager[tuple[Info, memoryview]]
 
@@ -29,13 +27,7 @@ class VersionedStore(Store, Protocol):
         """Read a range of a file, and the version of the file that the bytes are of.
 
         Args:
-            key: key of the file.
-            offset: first byte.
-            nbytes: number of bytes; the file may end before.
             known: the version that the file probably has, which was asked for earlier (None: unknown).
-
-        Raises:
-            UcformatError: the request failed, perhaps because the file ends before the first byte.
         """
 
 
@@ -53,7 +45,6 @@ class Asks(Protocol):
         """Ask for the current version of each of several files; those that do not exist are left out.
 
         Args:
-            keys: keys of the files.
             span: first byte, and byte after the last, that will be read of them (None: unknown). They may be received
                 with the answer.
         """
@@ -69,8 +60,4 @@ class Asks(Protocol):
         """Be among those that read files of the store until the descriptor is closed; None if that fails."""
 
     def has_others(self, joined: Descriptor) -> bool:
-        """Whether others read files of the store.
-
-        Args:
-            joined: what `join` returned.
-        """
+        """Whether others read files of the store."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ucformat.storage.cache.folder import CacheFolder
     from ucformat.storage.local_files import Descriptor
 
-__all__ = ["Blocks", "FileVersion", "Part"]
-
 _BLOCK = 1 << 20  # bytes
 _LOCKED = 256  # blocks that one call locks at once
 _PATIENCE = 60.0  # seconds to wait for another process that receives a block
@@ -34,11 +32,7 @@ class FileVersion(NamedTuple):
 
     @classmethod
     def of(cls, info: Info) -> FileVersion | None:
-        """The version of a file; None if others may look the same.
-
-        Args:
-            info: the file.
-        """
+        """The version of a file; None if others may look the same."""
         if info.etag and not info.etag.startswith("W/"):
             return cls(info, "etag " + info.etag.strip('"'))
         if info.modified and time.time() - info.modified > _SETTLED:
@@ -47,12 +41,7 @@ class FileVersion(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Bytes of a file, and the memory to fill with them.
-
-    Attributes:
-        begin: offset in the file.
-        view: writable, contiguous bytes.
-    """
+    """Bytes of a file, and the memory to fill with them."""
 
     begin: int
     view: memoryview
@@ -63,23 +52,13 @@ class Part(NamedTuple):
         return self.begin + self.view.nbytes
 
     def clip(self, begin: int, end: int) -> Part:
-        """The part of it in a range of the file.
-
-        Args:
-            begin: first byte of the range.
-            end: byte after the range.
-        """
+        """The part of it in a range of the file."""
         first, last = max(begin, self.begin), min(end, self.end)
         return Part(first, self.view[first - self.begin : last - self.begin])
 
 
 class Blocks:
-    """The blocks of the files of a store.
-
-    Args:
-        store: the store.
-        folder: the folder of the cache.
-    """
+    """The blocks of the files of a store."""
 
     def __init__(self, store: VersionedStore, folder: CacheFolder) -> None:
         self._store, self._folder = store, folder
@@ -93,12 +72,7 @@ class Blocks:
         """Receive blocks, and the version of the file that they are of.
 
         Args:
-            key: key of the file.
-            begin: first byte that is needed.
             end: byte after the last; the file may be shorter.
-
-        Raises:
-            UcformatError: the request failed, perhaps because the file ends before the first byte.
         """
         first = begin // _BLOCK
         nbytes = min(-(-end // _BLOCK) - first, self._most) * _BLOCK
@@ -119,12 +93,8 @@ class Blocks:
         """Fill parts of a file with bytes from the cache, or from the store.
 
         Args:
-            file: the file, which contains the parts.
-            parts: the parts.
             received: called with the version of the file of which bytes were received; raises an error if it is not
                 `file`.
-            has_others: whether other processes are reading, too: then requests are as long as they may be, because what
-                follows these parts is probably needed by one of them.
         """
         wanted: dict[int, list[Part]] = {}
         for part in parts:

@@ -19,17 +19,11 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes
 
-__all__ = ["Entry"]
-
 _PAGE = 64 << 10  # bytes of the content that one checksum covers
 
 
 class Entry:
-    """An entry, whether or not there is a file of it.
-
-    Args:
-        description: what the content is; every other content has another description.
-    """
+    """An entry, whether or not there is a file of it."""
 
     __slots__ = ("_seed", "description", "digest")
 
@@ -44,32 +38,16 @@ class Entry:
         return self.digest.hex()
 
     def file_size(self, size: int) -> int:
-        """Bytes of the file.
-
-        Args:
-            size: bytes of the content.
-        """
+        """Bytes of the file."""
         return size + 4 * -(-size // _PAGE) + len(self.description) + 4
 
     def content_size(self, file_size: int) -> int:
-        """Bytes of the content; negative if no file of the entry has this size.
-
-        Args:
-            file_size: bytes of the file.
-        """
+        """Bytes of the content; negative if no file of the entry has this size."""
         rest = file_size - len(self.description) - 4
         return rest - 4 * -(-rest // (_PAGE + 4))
 
     def write(self, fd: int, data: Bytes) -> None:
-        """Write the file.
-
-        Args:
-            fd: descriptor of the file.
-            data: the content.
-
-        Raises:
-            OSError: the disk is full or fails.
-        """
+        """Write the file."""
         view = memoryview(data)
         crcs = [checksum(view[at : at + _PAGE], self._seed) for at in range(0, view.nbytes, _PAGE)]
         footer = struct.pack(f"<{len(crcs)}I", *crcs) + self.description
@@ -79,18 +57,8 @@ class Entry:
     def read_into(self, fd: int, size: int, begin: int, buffers: Sequence[memoryview]) -> bool:
         """Read a range of the content, and what else the checksums of the range cover.
 
-        Args:
-            fd: descriptor of the file.
-            size: bytes of the content.
-            begin: first byte.
-            buffers: writable and contiguous, filled one after another; their content is undefined if the result is
-                False.
-
         Returns:
             whether the file is the entry's, and the checksums match.
-
-        Raises:
-            OSError: the disk fails, or it is not a file.
         """
         pages = -(-size // _PAGE)
         footer = os.pread(fd, self.file_size(size) - size + 1, size)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Bytes
     from ucformat.storage.cache.entry import Entry
 
-__all__ = ["CacheFolder", "Usage"]
-
 _ALLOCATED = 4 << 10  # file systems allocate multiples of this
 _NAME_BYTES = 128  # that the folder may need for the name of a file
 _NAME = re.compile(r"[0-9a-f]{40}(\.[0-9a-f]{16}\.tmp)?")
@@ -48,17 +46,7 @@ class Usage(NamedTuple):
 
 
 class CacheFolder:
-    """A folder that belongs to this user alone; it is created if it is missing.
-
-    Args:
-        path: the folder.
-        limit: maximum bytes of its files on the disk.
-
-    Raises:
-        UnsafeError: it belongs to another user, or others may read or write there.
-        PermissionDenied: it cannot be created or opened.
-        UnsupportedError: the operating system is not Linux.
-    """
+    """A folder that belongs to this user alone; it is created if it is missing."""
 
     def __init__(self, path: str, limit: int) -> None:
         self.path, self.limit = path, limit
@@ -82,15 +70,7 @@ class CacheFolder:
     # --- entries
 
     def read_into(self, entry: Entry, size: int, begin: int, buffers: Sequence[memoryview]) -> bool:
-        """Read a range of an entry; False if there is none, or it is damaged: then it is removed.
-
-        Args:
-            entry: the entry.
-            size: bytes of its content.
-            begin: first byte.
-            buffers: writable and contiguous, filled one after another; their content is undefined if the result is
-                False.
-        """
+        """Read a range of an entry; False if there is none, or it is damaged: then it is removed."""
         with self._forgiving:
             try:
                 file = self._open(entry.name, os.O_RDONLY)
@@ -106,11 +86,7 @@ class CacheFolder:
         return False
 
     def read(self, entry: Entry) -> bytes | None:
-        """The content of a small entry; None if there is none, or it is damaged.
-
-        Args:
-            entry: the entry.
-        """
+        """The content of a small entry; None if there is none, or it is damaged."""
         try:
             found = os.stat(entry.name, dir_fd=self._folder.fd, follow_symlinks=False)
         except OSError:
@@ -119,11 +95,7 @@ class CacheFolder:
         return bytes(data) if self.read_into(entry, len(data), 0, [memoryview(data)]) else None
 
     def holds(self, entry: Entry) -> bool:
-        """Whether there is a file of an entry, perhaps a damaged one.
-
-        Args:
-            entry: the entry.
-        """
+        """Whether there is a file of an entry, perhaps a damaged one."""
         try:
             os.stat(entry.name, dir_fd=self._folder.fd, follow_symlinks=False)
         except OSError:
@@ -131,12 +103,7 @@ class CacheFolder:
         return True
 
     def write(self, entry: Entry, data: Bytes) -> None:
-        """Write an entry, in place of an earlier one; those that were not read for longest make room for it.
-
-        Args:
-            entry: the entry.
-            data: its content.
-        """
+        """Write an entry, in place of an earlier one; those that were not read for longest make room for it."""
         temporary = f"{entry.name}.{os.urandom(8).hex()}.tmp"
         with self._forgiving:
             file = self._create(temporary, entry.file_size(memoryview(data).nbytes))
@@ -191,11 +158,7 @@ class CacheFolder:
             return file
 
     def _evict(self, most: int) -> int:
-        """Remove what killed writers left; if more than `most` bytes remain, also the entries not read for longest.
-
-        Returns:
-            the bytes on the disk that remain.
-        """
+        """Remove what killed writers left; if more than `most` bytes remain, also the entries not read for longest."""
         total, entries = _rounded(STATE_BYTES), []
         for name, status in self._scan():
             if name.endswith(".tmp"):
@@ -232,20 +195,12 @@ class CacheFolder:
         return True
 
     def usage(self) -> Usage:
-        """What it holds.
-
-        Raises:
-            OSError: the disk fails.
-        """
+        """What it holds."""
         sizes = [_on_disk(status) for _, status in self._scan()]
         return Usage(len(sizes), sum(sizes) + _rounded(STATE_BYTES))
 
     def clear(self) -> None:
-        """Remove all entries; processes that use the cache are not disturbed.
-
-        Raises:
-            OSError: the disk fails.
-        """
+        """Remove all entries; processes that use the cache are not disturbed."""
         with self._state.accounts() as accounts:
             total = self._evict(0)
             if accounts is not None:
@@ -254,30 +209,17 @@ class CacheFolder:
     # --- between processes
 
     def try_lock(self, entry: Entry) -> Descriptor | None:
-        """Lock the making of an entry until the descriptor is closed; None if another thread or process has the lock.
-
-        Args:
-            entry: the entry.
-        """
+        """Lock the making of an entry until the descriptor is closed; None if another thread or process has the lock."""
         with self._forgiving:
             return self._state.lock(entry)
         return Descriptor(-1)  # without a lock
 
     def lock(self, entry: Entry, patience: float) -> Descriptor | None:
-        """Lock the making of an entry, as `try_lock` does, as soon as it is free; None if that takes too long.
-
-        Args:
-            entry: the entry.
-            patience: seconds to wait.
-        """
+        """Lock the making of an entry, as `try_lock` does, as soon as it is free; None if that takes too long."""
         return patiently(lambda: self.try_lock(entry), patience)
 
     def join(self, entry: Entry) -> Descriptor | None:
-        """Be among those who use an answer until the descriptor is closed; None if that fails.
-
-        Args:
-            entry: the entry of the answer.
-        """
+        """Be among those who use an answer until the descriptor is closed; None if that fails."""
         with self._forgiving:
             return self._state.join(entry)
         return None
@@ -286,7 +228,6 @@ class CacheFolder:
         """Whether other threads or processes use an answer.
 
         Args:
-            entry: the entry of the answer.
             joined: what `join` returned (None: the caller has not joined).
         """
         with self._forgiving:
@@ -294,25 +235,13 @@ class CacheFolder:
         return False
 
     def wanted(self, entry: Entry) -> tuple[int, int]:
-        """When an entry, or one of those with the same stamp, was last wanted, and by which process.
-
-        Args:
-            entry: the entry.
-
-        Returns:
-            the time in nanoseconds, and the process id.
-        """
+        """When an entry, or one of those with the same stamp, was last wanted, and by which process."""
         with self._forgiving:
             return self._state.wanted(entry)
         return 0, 0
 
     def want(self, entry: Entry, now: int) -> None:
-        """Record that this process wants an entry.
-
-        Args:
-            entry: the entry.
-            now: the time in nanoseconds.
-        """
+        """Record that this process wants an entry."""
         with self._forgiving:
             self._state.want(entry, now)
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Info
     from ucformat.storage.cache.base import Asks
 
-__all__ = ["Pins", "Stale", "consistent", "current_pins", "is_uncached", "read_consistently", "uncached"]
-
 T = TypeVar("T")
 
 _PATIENCE = 2.0  # seconds to wait for others that read, so as to ask together
@@ -36,8 +34,6 @@ class Pins:
     """The versions of the files of a store on which the reads of a scope rely.
 
     Args:
-        store: the store.
-        listing: whether to ask for all files at once.
         optimistic: whether to rely on the last known versions, and to ask at the end.
     """
 
@@ -64,7 +60,6 @@ class Pins:
         """The version of a file; None if there is no such file.
 
         Args:
-            key: key of the file.
             span: the bytes that will be read next (None: unknown).
         """
         if key in self._infos:
@@ -78,15 +73,7 @@ class Pins:
         return None if info is None else self._infos.setdefault(key, info)
 
     def received(self, key: str, info: Info) -> None:
-        """Take note of a version of which bytes were received.
-
-        Args:
-            key: key of the file.
-            info: the version.
-
-        Raises:
-            Stale: it is not the one on which reads rely.
-        """
+        """Take note of a version of which bytes were received."""
         self._learn({key: info})
         self._infos.setdefault(key, info)
         self._compare([key])
@@ -97,11 +84,7 @@ class Pins:
         return self._listed
 
     def confirm(self) -> None:
-        """Ask for the files that were not asked for in this scope.
-
-        Raises:
-            Stale: a version on which reads rely is not current.
-        """
+        """Ask for the files that were not asked for in this scope."""
         self._compare(list(self._infos))
 
     def _compare(self, keys: Sequence[str]) -> None:
@@ -173,11 +156,7 @@ _scope: ContextVar[_Scope | None] = ContextVar("ucformat_cache_scope", default=N
 
 
 def current_pins(store: Asks) -> Pins | None:
-    """The versions on which reads of a store rely in the current scope; None outside of one.
-
-    Args:
-        store: the store.
-    """
+    """The versions on which reads of a store rely in the current scope; None outside of one."""
     scope = _scope.get()
     return None if scope is None else scope.pins(store)
 
@@ -192,9 +171,6 @@ def consistent(*, optimistic: bool = True, listing: bool = True) -> Iterator[Non
         optimistic: whether to rely on versions that are known from before, and to ask when the block ends (default:
             yes; else before the first read).
         listing: whether to list the files (default: yes; else each is asked for).
-
-    Raises:
-        Stale: a file has changed; what was read is not current.
     """
     if _scope.get() is not None:
         yield
@@ -235,16 +211,8 @@ def read_consistently(
     """Call a function as in a block of `consistent`, and again if what it has read was not current.
 
     Args:
-        read: reads files; it may be called several times.
-        optimistic: as for `consistent`.
         listing: as for `consistent`; when it is called again, each file is asked for, because listings of some services
             differ from their other answers.
-
-    Returns:
-        the last result of `read`.
-
-    Raises:
-        Stale: files are rewritten again and again.
     """
     if _scope.get() is not None:
         return read()

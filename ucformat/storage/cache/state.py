@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.cache.entry import Entry
 
-__all__ = ["STATE_BYTES", "State", "patiently"]
-
 _NAME = "state"
 _STAMP = struct.Struct("<QQ")  # time in nanoseconds, process id
 _STAMPS = 256
@@ -36,11 +34,7 @@ _PAUSE, _LONGEST_PAUSE = 1e-4, 0.02  # seconds between two tries to lock
 
 
 class State:
-    """The file, opened anew for each lock. All methods raise OSError if the disk fails.
-
-    Args:
-        folder: the open folder of the cache.
-    """
+    """The file, opened anew for each lock. All methods raise OSError if the disk fails."""
 
     def __init__(self, folder: Descriptor) -> None:
         self._folder = folder
@@ -50,26 +44,17 @@ class State:
         return Descriptor(os.open(_NAME, flags, 0o600, dir_fd=self._folder.fd))
 
     def lock(self, entry: Entry) -> Descriptor | None:
-        """Lock the making of an entry until the descriptor is closed; None if another thread or process has the lock.
-
-        Args:
-            entry: the entry.
-        """
+        """Lock the making of an entry until the descriptor is closed; None if another thread or process has the lock."""
         return self._lock(_byte(_MADE, entry), fcntl.F_WRLCK)
 
     def join(self, entry: Entry) -> Descriptor | None:
-        """Be among those who use an answer until the descriptor is closed; None if that is being examined.
-
-        Args:
-            entry: the entry of the answer.
-        """
+        """Be among those who use an answer until the descriptor is closed; None if that is being examined."""
         return self._lock(_byte(_USED, entry), fcntl.F_RDLCK)
 
     def has_others(self, entry: Entry, joined: Descriptor | None) -> bool:
         """Whether other threads or processes use an answer.
 
         Args:
-            entry: the entry of the answer.
             joined: what `join` returned (None: the caller has not joined).
         """
         byte = _byte(_USED, entry)
@@ -80,25 +65,13 @@ class State:
         return not alone
 
     def wanted(self, entry: Entry) -> tuple[int, int]:
-        """When an entry, or one of those with the same stamp, was last wanted, and by which process.
-
-        Args:
-            entry: the entry.
-
-        Returns:
-            the time in nanoseconds, and the process id.
-        """
+        """When an entry, or one of those with the same stamp, was last wanted, and by which process."""
         file = self._open()
         when, pid = _STAMP.unpack(os.pread(file.fd, _STAMP.size, _stamp(entry)).ljust(_STAMP.size, b"\0"))
         return when, pid
 
     def want(self, entry: Entry, now: int) -> None:
-        """Record that this process wants an entry.
-
-        Args:
-            entry: the entry.
-            now: the time in nanoseconds.
-        """
+        """Record that this process wants an entry."""
         file = self._open()
         os.pwrite(file.fd, _STAMP.pack(now, os.getpid()), _stamp(entry))
 
@@ -134,12 +107,7 @@ class Accounts:
 
 
 def patiently(lock: Callable[[], Descriptor | None], patience: float) -> Descriptor | None:
-    """Try to lock until that succeeds; None if it takes too long: a process that is stopped keeps its locks.
-
-    Args:
-        lock: tries once.
-        patience: seconds.
-    """
+    """Try to lock until that succeeds; None if it takes too long: a process that is stopped keeps its locks."""
     end, pause = time.monotonic() + patience, _PAUSE
     while (held := lock()) is None and time.monotonic() < end:
         time.sleep(pause)

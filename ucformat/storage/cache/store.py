@@ -26,16 +26,9 @@ if TYPE_CHECKING:
     from ucformat.storage.cache.scope import Pins
     from ucformat.storage.local_files import Descriptor
 
-__all__ = ["CachingStore"]
-
 
 class CachingStore(WrappedStore):
-    """Reads files from the cache if they are there, and else from the inner store, which knows their current versions.
-
-    Args:
-        inner: the store.
-        folder: the folder of the cache.
-    """
+    """Reads files from the cache if they are there, and else from the inner store, which knows their current versions."""
 
     inner: VersionedStore
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.connections import Node
     from ucformat.torch.state.elements import SharedMemory
 
-__all__ = ["MOST_CALLERS", "MOST_CALLS", "Bulk"]
-
 #: The most connections of a rank over which it asks others.
 MOST_CALLS = 64
 #: The most over which others ask it.
@@ -122,7 +120,6 @@ class Bulk(Connections):
         """Send bulk data to ranks that ask for it; returns when all have done so, and all may be changed.
 
         Args:
-            tag: under which it is received.
             messages: the rank, and a function that returns the bytes when the rank asks. Each rank gets its messages in
                 this order.
         """
@@ -174,12 +171,7 @@ class Bulk(Connections):
             self._close_if_ended(caller)
 
     def accept_bulk(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> socket.socket | None:
-        """Take the connection of a rank that wants to ask, if there is room; called by the listener.
-
-        Args:
-            other: the rank.
-            welcome: as for `handshake.Owner`.
-        """
+        """Take the connection of a rank that wants to ask, if there is room; called by the listener."""
         with self._change:
             if not self.intact:
                 return None
@@ -200,11 +192,7 @@ class Bulk(Connections):
             return connection
 
     def arrived(self, connection: socket.socket) -> bool:
-        """Read what a rank asks for; called by the listener. Returns whether there may be more.
-
-        Args:
-            connection: for bulk data.
-        """
+        """Read what a rank asks for; called by the listener. Returns whether there may be more."""
         with self._change:
             caller = self._callers[connection]
             try:
@@ -239,8 +227,6 @@ class Bulk(Connections):
         """Receive bulk data from several ranks.
 
         Args:
-            tag: as given to `send_bulk`.
-            shared: the memory to fill.
             slots: by sending rank, the bytes `[start, stop)` of the memory, exactly as many as are sent.
         """
         to_ask = deque(sorted(slots, key=lambda other: (other - self.rank) % self.size))  # not all the same one first

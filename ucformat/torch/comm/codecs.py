@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes
 
-__all__ = [
-    "Codec",
-    "ColumnReader",
-    "ColumnWriter",
-    "Converted",
-    "Float",
-    "Int",
-    "Map",
-    "Null",
-    "RawBytes",
-    "Repeated",
-    "Str",
-]
-
 _HEADER = struct.Struct("<8sI?")  # the digest of the kind, the number of columns, whether their sizes are bytes
 _MIN_TO_NARROW = 64  # values; shorter columns of integers are written in 8 or in 64 bits
 _NARROW_DTYPES = (np.int8, np.int16, np.int32)
@@ -52,21 +38,12 @@ class ColumnWriter:
 
         Args:
             code: the type of the elements, as `array` and NumPy name it.
-            data: the elements.
         """
         self.codes += code.encode()
         self.parts.append(data)
 
     def integers(self, values: Sequence[int]) -> None:
-        """Append a column of integers, in the narrowest type that holds them all.
-
-        Args:
-            values: integers of 64 bits, signed.
-
-        Raises:
-            TypeError: a value is not an integer.
-            OverflowError: a value does not fit in 64 bits.
-        """
+        """Append a column of integers, in the narrowest type that holds them all."""
         wide = array("q", values)
         if len(wide) >= _MIN_TO_NARROW:
             found = np.frombuffer(wide, np.int64)
@@ -84,18 +61,11 @@ class ColumnWriter:
         """Append a column for values without content.
 
         Each takes one byte, so that a short message cannot decode to a large number of values.
-
-        Args:
-            count: the number of values.
         """
         self.put("B", bytes(count))
 
     def to_bytes(self, digest: bytes) -> bytes:
-        """Return the message.
-
-        Args:
-            digest: identifies the kind of the values, 8 bytes.
-        """
+        """Return the message."""
         sizes = [memoryview(p).nbytes for p in self.parts]
         small = max(sizes, default=0) < 256
         packed = bytes(sizes) if small else array("q", sizes)
@@ -103,15 +73,7 @@ class ColumnWriter:
 
 
 class ColumnReader:
-    """Reads the columns of a message, each once and in order.
-
-    Args:
-        data: the message.
-        digest: identifies the expected kind, as given to `ColumnWriter.to_bytes`.
-
-    Raises:
-        ValueError: the message is malformed, or of another kind.
-    """
+    """Reads the columns of a message, each once and in order."""
 
     def __init__(self, data: memoryview, digest: bytes) -> None:
         found, count, small = _HEADER.unpack_from(data)
@@ -126,61 +88,30 @@ class ColumnReader:
         self._data = data
 
     def take(self, codes: str) -> NDArray[Any]:
-        """Read the next column.
-
-        Args:
-            codes: the allowed type codes, as one string.
-
-        Raises:
-            ValueError: no column is left, or it has another type.
-        """
+        """Read the next column."""
         code, (begin, end) = next(self._columns, ("", (0, 0)))
         if not code or code not in codes:
             raise ValueError(f"a column has type {code!r}, expected one of {codes!r}")
         return np.frombuffer(self._data[begin:end], code)
 
     def integers(self, count: int, low: int = -(1 << 63), high: int = 1 << 63) -> list[int]:
-        """Read a column of integers.
-
-        Args:
-            count: the expected number of values.
-            low: the least allowed value.
-            high: the end of the allowed range, exclusive.
-
-        Raises:
-            ValueError: the column has another length, or a value is out of range.
-        """
+        """Read a column of integers."""
         found = self.take("bhiq")
         if len(found) != count or (count and not (low <= int(found.min()) and int(found.max()) < high)):
             raise ValueError("a column does not have the expected integers")
         return found.tolist()  # type: ignore[no-any-return]
 
     def lengths(self, count: int) -> list[int]:
-        """Read a column of lengths.
-
-        Args:
-            count: the expected number of lengths.
-        """
+        """Read a column of lengths."""
         return self.integers(count, 0, 1 << 48)
 
     def blank(self, count: int) -> None:
-        """Read a column that `ColumnWriter.blank` wrote.
-
-        Args:
-            count: the expected number of values.
-
-        Raises:
-            ValueError: the column has another length.
-        """
+        """Read a column that `ColumnWriter.blank` wrote."""
         if len(self.take("B")) != count:
             raise ValueError("a column does not have the expected length")
 
     def end(self) -> None:
-        """Check that all columns were read.
-
-        Raises:
-            ValueError: a column is left.
-        """
+        """Check that all columns were read."""
         if next(self._columns, None) is not None:
             raise ValueError("it has more columns than expected")
 
@@ -197,27 +128,11 @@ class Codec(ABC):
 
     @abstractmethod
     def write(self, values: Sequence[Any], out: ColumnWriter) -> None:
-        """Append values as columns.
-
-        Args:
-            values: all of this kind.
-            out: where to append.
-
-        Raises:
-            UsageError: a value is not of this kind.
-        """
+        """Append values as columns."""
 
     @abstractmethod
     def read(self, count: int, source: ColumnReader) -> list[Any]:
-        """Read the columns that `write` appended.
-
-        Args:
-            count: the number of values.
-            source: where to read.
-
-        Raises:
-            ValueError: the columns are not what `write` appends.
-        """
+        """Read the columns that `write` appended."""
 
 
 class Null(Codec):

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from ucformat.torch.comm.handshake import Address
 
-__all__ = ["HUNG_UP", "READ", "WRITE", "Connections", "Line", "Lost", "Node"]
-
 #: Events of a connection.
 READ, WRITE, HUNG_UP = select.POLLIN, select.POLLOUT, select.POLLRDHUP
 
@@ -107,11 +105,7 @@ class Connections(ABC):
     """The connections of a group.
 
     Args:
-        place: of this rank.
-        timeout: seconds to wait for another rank.
         listening: the socket to which other ranks connect; None if this rank cannot listen, or there is no other.
-        secret: which all ranks share.
-        store: at which the ranks met, if any.
     """
 
     def __init__(
@@ -185,12 +179,7 @@ class Connections(ABC):
             self._change.notify_all()
 
     def accept(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> None:
-        """Take the line of a child that connects.
-
-        Args:
-            other: the rank that connects.
-            welcome: as for `handshake.Owner`.
-        """
+        """Take the line of a child that connects."""
         with self._change:
             taken = other in self.children and other not in self._lines
             if self.intact and (line := welcome(taken)) is not None:
@@ -221,14 +210,7 @@ class Connections(ABC):
         return {line.line.fileno(): rank for rank, line in self._lines.items() if rank != other}
 
     def _poll(self, other: int, connection: socket.socket, event: int, end: float) -> None:
-        """Wait until a connection is ready; raises if a neighbour hangs up, this rank gave up, or time is up.
-
-        Args:
-            other: the rank at its other end.
-            connection: the connection.
-            event: `READ` or `WRITE`.
-            end: until when to wait, on the monotonic clock.
-        """
+        """Wait until a connection is ready; raises if a neighbour hangs up, this rank gave up, or time is up."""
         poll = select.poll()
         poll.register(connection, event)
         watched = self._neighbours_but(other) if event == READ else {}  # they have yet to send what this rank waits for
@@ -243,14 +225,7 @@ class Connections(ABC):
             raise Lost("the connection was closed", watched[ready[0]])
 
     def _send(self, other: int, connection: socket.socket, parts: Sequence[memoryview], end: float) -> None:
-        """Send bytes to a rank.
-
-        Args:
-            other: the rank.
-            connection: to it, on which no other thread sends.
-            parts: the bytes.
-            end: until when to wait, on the monotonic clock.
-        """
+        """Send bytes to a rank."""
 
         def send(some: list[memoryview], _: int) -> int:
             try:
@@ -274,11 +249,7 @@ class Connections(ABC):
         """Turn a failed communication inside into an error that names the rank that caused it, and break the group.
 
         Args:
-            action: what fails, before "rank N", as "to send to".
             others: the ranks with which this one communicates; an error of unknown cause names the first.
-
-        Raises:
-            UcformatError: the communication failed, or the group was broken before.
         """
         if self.broken is not None:
             raise self.broken
@@ -351,12 +322,7 @@ class Connections(ABC):
         return (_WAITING, waiting) if waiting else (_BUSY, ())
 
     def alarmed(self, sender: int, cause: int) -> None:
-        """Give up because another rank did.
-
-        Args:
-            sender: that rank.
-            cause: the rank that failed.
-        """
+        """Give up because another rank did."""
         self._give_up(cause, sender)
 
     def _give_up(self, cause: int, sender: int) -> None:

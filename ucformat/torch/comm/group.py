@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     _Merge = Callable[[Any, Any], Any] | None
     _Then = Callable[[Any], Any] | None
 
-__all__ = ["TIMEOUT", "Group", "group_for_call", "group_of", "is_live", "single_process_group"]
-
 #: Seconds after which an unresponsive rank is considered dead, and so the longest time that a rank may write while
 #: others wait for it. A rank that dies is noticed at once, by its broken connection.
 TIMEOUT = 1800.0
@@ -79,11 +77,7 @@ class Group:
         self.links.end()
 
     def for_call(self, call: str) -> Group:
-        """Return this channel for another call.
-
-        Args:
-            call: the name of the function that communicates.
-        """
+        """Return this channel for another call."""
         return Group.__new__(Group)._set_up(self.links, self._place, call, self._number, self._channels)  # noqa: SLF001 - own class
 
     def on_host(self) -> Group:
@@ -92,12 +86,7 @@ class Group:
         return Group.__new__(Group)._set_up(self.links, place, self.call, self._number, self._channels)  # noqa: SLF001 - own class
 
     def channel(self, call: str, name: str) -> Group:
-        """Return the channel of a name, which is created on first use.
-
-        Args:
-            call: the name of the function that communicates.
-            name: of the channel, the same on all ranks.
-        """
+        """Return the channel of a name, which is created on first use."""
         if self.size == 1:
             return self
         with self.links.opening:
@@ -138,7 +127,6 @@ class Group:
         """Receive bulk data from several ranks.
 
         Args:
-            shared: the memory to fill.
             slots: by sending rank, the bytes `[start, stop)` of the memory, exactly as many as are sent.
         """
         self.links.receive_bulk(2 * self._number + 1, shared, slots)
@@ -149,10 +137,7 @@ class Group:
         """Gather values on rank 0, compute an answer for each rank there, and scatter the answers.
 
         Args:
-            value: of this rank; an exception is raised on all ranks, with the number of this rank in its message.
             compute: called on rank 0 with the values of all ranks; returns the answers by rank, or raises on all ranks.
-            kind: the type of the values, an annotation that `ucformat.torch.comm.wire` supports.
-            answer_kind: the type of the answers.
         """
         mine, parent = self._own(value), self._place.parent
         if parent >= 0 and not mine.failed:
@@ -182,12 +167,9 @@ class Group:
         """Merge the values of all ranks on the way to rank 0, and return the result on every rank.
 
         Args:
-            value: of this rank; an exception is raised on all ranks, with the number of this rank in its message.
             merge: `merge(a, b)` returns the merged values of consecutive ranks, those of `a` below those of `b`; it
                 must be associative. Any rank may call it; an error is raised on all. None: the result is None.
-            kind: the type of the values and of merged values, as for `gather_scatter`.
             then: called on rank 0 with the result; returns what all ranks get instead, or `Addressed`.
-            answer_kind: the type of what `then` returns.
             relay: called on every other rank with the merged values of its subtree; returns what its parent gets
                 instead. An error is raised on all ranks, with the number of that rank in its message.
         """
@@ -307,9 +289,7 @@ def group_of(process_group: dist.ProcessGroup | None = None, timeout: float = TI
     torch.distributed the group is this process alone.
 
     Args:
-        process_group: the ranks (None: all).
         timeout: seconds after which an unresponsive rank is considered dead.
-        call: the function that communicates and what it works on, as `save s3://bucket/run7/step-100`.
     """
     import torch.distributed as dist
 
@@ -353,10 +333,7 @@ def group_for_call(process_group: dist.ProcessGroup | None, timeout: float, call
     both in common, all ranks raise a UsageError.
 
     Args:
-        process_group: the ranks (None: all).
         timeout: seconds after which an unresponsive rank is considered dead.
-        call: the name of the public function.
-        url: what it works on.
     """
     group = group_of(process_group, timeout, f"{call} {url}")
     alone = threading.current_thread() is threading.main_thread()
@@ -365,9 +342,5 @@ def group_for_call(process_group: dist.ProcessGroup | None, timeout: float, call
 
 
 def is_live(links: Links) -> bool:
-    """Check whether a group is current: neither broken nor from before the last `init_process_group`.
-
-    Args:
-        links: the connections of the group.
-    """
+    """Check whether a group is current: neither broken nor from before the last `init_process_group`."""
     return links.intact and any(g.links is links for g in _groups.values())

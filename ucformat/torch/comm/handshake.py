@@ -36,8 +36,6 @@ from ucformat.errors import UcformatError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["RETRY_S", "Address", "Listener", "Owner", "ask", "connect", "send_alarm"]
-
 #: How long to wait before another call to a rank that was busy, in seconds.
 RETRY_S = 0.02
 
@@ -68,19 +66,10 @@ def connect(
     """Connect to another rank.
 
     Args:
-        address: where it listens.
-        rank: of this process.
-        other: the rank.
-        secret: which all ranks share.
-        end: until when to try, on the monotonic clock.
         check: called now and then while this waits; raises to give up.
-        bulk: whether to ask for bulk data; otherwise for messages, from a child to its parent.
 
     Returns:
         the connection, or None if the other rank has too many.
-
-    Raises:
-        UcformatError: the rank is unreachable, or does not know the secret.
     """
     try:
         while (left := end - time.monotonic()) > 0:
@@ -112,19 +101,10 @@ def ask(
     """Ask another rank for its state.
 
     Args:
-        address: where it listens.
-        rank: of this process.
-        other: the rank.
-        secret: which all ranks share.
-        end: until when to wait, on the monotonic clock.
         check: called now and then while this waits; raises to give up.
 
     Returns:
         the answer of its `Owner.state`, with at most eight ranks.
-
-    Raises:
-        TimeoutError: it does not answer.
-        OSError: nobody listens there.
     """
     with socket.create_connection(address, max(0.1, end - time.monotonic())) as connection:
         answer = _authenticate(connection, _hello(rank, other, _ASK), secret, end, check, _STATE.size)
@@ -135,15 +115,7 @@ def ask(
 
 
 def send_alarm(address: Address, rank: int, other: int, secret: bytes, cause: int) -> None:
-    """Tell another rank that this one gives up; one that cannot be reached is not told.
-
-    Args:
-        address: where it listens.
-        rank: of this process.
-        other: the rank.
-        secret: which all ranks share.
-        cause: the rank that failed.
-    """
+    """Tell another rank that this one gives up; one that cannot be reached is not told."""
     hello = _HELLO.pack(_MAGIC, rank, other, _ALARM, _CAUSE.pack(cause))
     with suppress(OSError), socket.create_connection(address, _ALARM_S) as connection:
         connection.sendall(hello + _proof(secret, b"alarm", hello))
@@ -205,47 +177,26 @@ class Owner(Protocol):
         """Take a line, or refuse it.
 
         Args:
-            other: the rank that connects.
             welcome: called with whether the line is taken; returns it, or None if the client is gone.
         """
 
     def accept_bulk(self, other: int, welcome: Callable[[bool], socket.socket | None]) -> socket.socket | None:
-        """Take a connection for bulk data, or refuse it.
-
-        Args:
-            other: the rank that connects.
-            welcome: as for `accept`.
-
-        Returns:
-            the connection, if it was taken.
-        """
+        """Take a connection for bulk data, or refuse it."""
 
     def arrived(self, connection: socket.socket) -> bool:
-        """Read what a rank asks for; returns whether there may be more.
-
-        Args:
-            connection: for bulk data.
-        """
+        """Read what a rank asks for; returns whether there may be more."""
 
     def state(self) -> tuple[int, tuple[int, ...]]:
         """Return what a rank that asks is told: a number, and ranks."""
 
     def alarmed(self, sender: int, cause: int) -> None:
-        """Learn that a rank gives up.
-
-        Args:
-            sender: the rank.
-            cause: the rank that failed.
-        """
+        """Learn that a rank gives up."""
 
 
 class Listener:
     """Accepts the connections of other ranks in a thread of its own, until it is closed.
 
     Args:
-        listening: the socket.
-        rank: of this process.
-        secret: which all ranks share.
         owner: returns who answers, or None if it does not exist any more.
     """
 
@@ -312,12 +263,7 @@ class Listener:
                 del pending[connection]
 
     def _answer(self, connection: socket.socket, hello: bytes) -> socket.socket | None:
-        """Do what an authenticated client wants; returns the connection if it is for bulk data.
-
-        Args:
-            connection: closed unless it is taken.
-            hello: b"" if the client failed to authenticate itself.
-        """
+        """Do what an authenticated client wants; returns the connection if it is for bulk data."""
         owner = self._owner()
         magic, client, server, use, nonce = _HELLO.unpack(hello or bytes(_HELLO.size))
         with ExitStack() as unless_taken:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from ucformat.torch.comm.handshake import Address
 
-__all__ = ["Links"]
-
 _LATE_S = 30.0  # how much longer a rank waits for those that wait for others
 _FRAME = struct.Struct("<qq")  # tag, and number of bytes that follow
 
@@ -45,15 +43,7 @@ class Links(Bulk):
     """The connections of a group, which all its channels share; see `Connections` for the arguments."""
 
     def join(self, meeting: Address | None, failure: UcformatError | None = None) -> None:
-        """Connect to the parent and the children, and learn where all ranks listen; all ranks call this.
-
-        Args:
-            meeting: where the parent listens.
-            failure: why this rank cannot take part; raised on all ranks.
-
-        Raises:
-            UcformatError: a rank did not connect in time, or failed.
-        """
+        """Connect to the parent and the children, and learn where all ranks listen; all ranks call this."""
         try:
             found = self._join(meeting, failure)
         except BaseException:
@@ -110,23 +100,12 @@ class Links(Bulk):
         return _Directory(np.array([self.rank], np.int32), (host,), np.array([port], np.int32), None)
 
     def send(self, other: int, tag: int, parts: Sequence[memoryview]) -> None:
-        """Send a message; returns when the data may be changed.
-
-        Args:
-            other: the receiving rank, a neighbour in the tree.
-            tag: under which it is received.
-            parts: the bytes.
-        """
+        """Send a message; returns when the data may be changed."""
         with self.communicating("to send to", other):
             self._write(other, tag, sum(map(len, parts)), parts, time.monotonic() + self.timeout)
 
     def receive(self, other: int, tag: int) -> bytearray:
-        """Return the next message of a rank with a tag.
-
-        Args:
-            other: the sending rank.
-            tag: as given to `send`.
-        """
+        """Return the next message of a rank with a tag."""
         with self.communicating("to receive from", other):
             return self._take(other, tag, time.monotonic() + self.timeout)
 

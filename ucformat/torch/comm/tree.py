@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-__all__ = ["FAN_OUT", "Host", "connect_by_store", "host_here", "listen", "listen_at", "parents_of", "ranks_of_hosts"]
-
 #: The most children of a rank on its own host, and on other hosts.
 FAN_OUT = 8
 _MOST_CHILDREN = 14  # of both kinds: with those to the parent and to itself a rank has no more than 16 sockets
@@ -52,11 +50,7 @@ class Host(NamedTuple):
 
 
 def ranks_of_hosts(hosts: Sequence[str]) -> list[range]:
-    """Return the ranks of each host; none if those of some host are not consecutive.
-
-    Args:
-        hosts: of each rank.
-    """
+    """Return the ranks of each host; none if those of some host are not consecutive."""
     ends = [0, *(r for r in range(1, len(hosts)) if hosts[r] != hosts[r - 1]), len(hosts)]
     return [range(a, b) for a, b in pairwise(ends)] if len(ends) == len(set(hosts)) + 1 else []
 
@@ -66,9 +60,6 @@ def parents_of(hosts: Sequence[str]) -> list[int]:
 
     Each rank has the lowest number of its subtree, whose ranks are consecutive: so values that are merged on the way up
     are in the order of ranks. If ranks of a host are not consecutive, the tree ignores the hosts.
-
-    Args:
-        hosts: of each rank.
     """
     runs = [list(ranks) for ranks in ranks_of_hosts(hosts) or [range(len(hosts))]]
     near = min(FAN_OUT, max(map(len, runs)) - 1)
@@ -93,13 +84,7 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
     """Connect ranks with each other through a store; all of them call this.
 
     Args:
-        store: used by nothing else.
-        rank: of this process, from 0.
-        size: the number of ranks.
         timeout: seconds to wait for the other ranks, and then for each message.
-
-    Raises:
-        UcformatError: a rank did not join in time, or cannot listen.
     """
     if size == 1:
         return Links(Node(0, 1, -1, ()), timeout, store=store)
@@ -196,21 +181,12 @@ _LOOPBACK = "127.0.0.1"
 
 
 def host_here(store: dist.Store | None) -> Host:
-    """Return the host of this process.
-
-    Args:
-        store: at which the ranks meet.
-    """
+    """Return the host of this process."""
     return Host(_identity(), _route_to(*_address_of(store)))
 
 
 def listen(hosts: Sequence[Host], rank: int) -> socket.socket:
-    """Return a socket that listens on the one interface through which the other ranks connect.
-
-    Args:
-        hosts: of all ranks.
-        rank: of this process.
-    """
+    """Return a socket that listens on the one interface through which the other ranks connect."""
     here = hosts[rank]
     others = [h for h in hosts if h.identity != here.identity]
     address = _LOOPBACK
@@ -222,11 +198,7 @@ def listen(hosts: Sequence[Host], rank: int) -> socket.socket:
 
 
 def listen_at(address: str) -> socket.socket:
-    """Return a socket that listens on the interface of an address.
-
-    Args:
-        address: of the interface.
-    """
+    """Return a socket that listens on the interface of an address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
 

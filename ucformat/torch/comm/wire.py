@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Bytes
 
-__all__ = ["EVERYBODY", "Addressed", "Record", "decode", "encode", "failures", "message", "name_rank", "pack", "unpack"]
-
 EVERYBODY = -1  # the receiver of an answer for all ranks that get no other
 
 _RECORD = struct.Struct("<iBHq")  # rank, whether it failed, bytes of the name of the call, and of the data
@@ -73,24 +71,12 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True)
 def message(cls: type[_T]) -> type[_T]:
-    """Make a class a frozen dataclass that ranks can send each other; its annotations define the encoding.
-
-    Args:
-        cls: the class.
-    """
+    """Make a class a frozen dataclass that ranks can send each other; its annotations define the encoding."""
     return dataclass(frozen=True, slots=True)(cls)
 
 
 def encode(value: Any, kind: Any) -> bytes:
-    """Encode a value.
-
-    Args:
-        value: what to encode.
-        kind: its type, an annotation.
-
-    Raises:
-        UsageError: part of the value is not of the kind, or has no JSON form where one is needed.
-    """
+    """Encode a value."""
     codec, digest = _codec_of(kind)
     out = ColumnWriter()
     codec.write([value], out)
@@ -98,15 +84,7 @@ def encode(value: Any, kind: Any) -> bytes:
 
 
 def decode(data: Bytes, kind: Any) -> Any:
-    """Decode a value; no code is run, whatever the bytes are.
-
-    Args:
-        data: the encoded value.
-        kind: its type, as given to `encode`.
-
-    Raises:
-        IntegrityError: the bytes are not an encoded value of this kind.
-    """
+    """Decode a value; no code is run, whatever the bytes are."""
     codec, digest = _codec_of(kind)
     try:
         source = ColumnReader(memoryview(data).cast("B"), digest)
@@ -134,11 +112,7 @@ class Record(NamedTuple):
 
 
 def pack(records: Sequence[Record]) -> list[memoryview]:
-    """Encode records; the encoded forms of several lists, one after another, are that of all their records.
-
-    Args:
-        records: at least one.
-    """
+    """Encode records; the encoded forms of several lists, one after another, are that of all their records."""
     parts = []
     for rank, failed, call, data in records:
         name = call.encode()
@@ -147,14 +121,7 @@ def pack(records: Sequence[Record]) -> list[memoryview]:
 
 
 def unpack(*packed: Bytes) -> list[Record]:
-    """Decode records; their data is not copied.
-
-    Args:
-        packed: what `pack` returned on some ranks.
-
-    Raises:
-        IntegrityError: the bytes are not records.
-    """
+    """Decode records; their data is not copied."""
     return [record for data in packed for record in _unpack(memoryview(data).cast("B"))]
 
 
@@ -175,12 +142,7 @@ def _unpack(view: memoryview) -> list[Record]:
 
 
 def failures(records: Sequence[Record], call: str) -> list[Record]:
-    """If a rank has failed or is in another call, return what rank 0 has to know: the first record of each kind.
-
-    Args:
-        records: of several ranks.
-        call: of this rank.
-    """
+    """If a rank has failed or is in another call, return what rank 0 has to know: the first record of each kind."""
     if not any(r.failed or r.call != call for r in records):
         return []
     first: dict[tuple[str, bool], Record] = {}
@@ -197,13 +159,7 @@ def _undecodable(error: Exception) -> IntegrityError:
 
 
 def name_rank(rank: int, error: BaseException, size: int) -> BaseException:
-    """Prefix an error's message with the rank on which it occurred; a group of one rank keeps the error as it is.
-
-    Args:
-        rank: the rank.
-        error: what it raised.
-        size: the number of ranks of the group.
-    """
+    """Prefix an error's message with the rank on which it occurred; a group of one rank keeps the error as it is."""
     if size == 1:
         return error
     if isinstance(error, UcformatError):

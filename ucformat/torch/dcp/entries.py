@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.reading.readable import StatePath as Path
     from ucformat.schema.manifest import GroupDoc
-    from ucformat.sources.dcp.names import Path
-
-__all__ = ["Entries", "Hyperparameter", "PlainValue", "SplitValue", "StoredWeight", "StoredWrapper", "fit_values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +85,6 @@ class Entries(Mapping[str, Any]):
     `….state.`, hyper-parameters below any `….param_groups.`, nested or flattened, and plain values by their paths.
     Iteration lists each entry once: as it was saved, or if that is not recorded as in a state
     `{"model": …, "optim": …, …}`.
-
-    Args:
-        ck: the checkpoint.
-        names: the stored names, from `stored_names`.
     """
 
     def __init__(self, ck: Checkpoint, names: Mapping[str, str]) -> None:
@@ -100,14 +94,7 @@ class Entries(Mapping[str, Any]):
         self._found: dict[str, Entry | None] = {}
 
     def find(self, fqn: str) -> Entry | None:
-        """Resolve an entry.
-
-        Args:
-            fqn: its dotted path in the program's state dict.
-
-        Returns:
-            None if the checkpoint does not have it.
-        """
+        """Resolve an entry."""
         if fqn not in self._found:
             self._found[fqn] = self._find(fqn)
         return self._found[fqn]
@@ -165,11 +152,7 @@ class Entries(Mapping[str, Any]):
         return Hyperparameter(root, param, last) if param and last else None
 
     def shape(self, key: Key) -> tuple[int, ...] | None:
-        """Return the shape of a tensor; None if it is not stored.
-
-        Args:
-            key: the program's name, and the state.
-        """
+        """Return the shape of a tensor; None if it is not stored."""
         states = ("weight", "master") if key.state == "weight" else (key.state,)
         stored = (self.ck.tensors.get(Key(self.names[key.name], s)) for s in states)
         return next((info.shape for info in stored if info is not None), None)
@@ -240,11 +223,7 @@ def fit_values(
     """Fit the values of entries other than tensors.
 
     Args:
-        entries: of the checkpoint.
-        fqns: the dotted paths of the wanted entries.
         current: the values of the program, which determine types that JSON does not record.
-        trust: unpickle opaque objects, which may run code.
-        cast: accept tensors of other dtypes.
 
     Returns:
         the new values by dotted path, and what does not fit.

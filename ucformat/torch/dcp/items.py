@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from ucformat.errors import LayoutError, UsageError
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
-from ucformat.sources.dcp.names import GROUPS, Path, dotted
+from ucformat.reading.readable import StatePath as Path
+from ucformat.reading.readable import json_key
+from ucformat.sources.dcp.names import GROUPS, dotted
 from ucformat.sources.pickle.stand_ins import opaque_file
-from ucformat.sources.values import json_key, packed
+from ucformat.sources.values import packed
 from ucformat.torch.comm.wire import message
 from ucformat.torch.state.collect import collect, inner_key, replace_wrappers
 from ucformat.torch.state.elements import host_memory
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from ucformat.torch.state.elements import Memory
     from ucformat.torch.state.local import LocalShard
     from ucformat.torch.state.subclasses import Taken
-
-__all__ = ["LocalItems", "PlainValues", "RankItems", "collect_items", "join_values", "local_items"]
 
 _BYTES = WriteItemType.BYTE_IO
 
@@ -80,11 +80,7 @@ class RankItems:
 
 
 def local_items(plan: SavePlan) -> LocalItems:
-    """Return the items of a local plan, before DCP has compared it with those of other ranks.
-
-    Args:
-        plan: the local plan.
-    """
+    """Return the items of a local plan, before DCP has compared it with those of other ranks."""
     values = [i.index for i in plan.items if i.type == _BYTES]
     tensors = [i for i in plan.items if i.type != _BYTES]
     shapes = {i.index.fqn: tuple(i.tensor_data.size) for i in tensors}
@@ -92,17 +88,7 @@ def local_items(plan: SavePlan) -> LocalItems:
 
 
 def collect_items(plan: SavePlan, planner: SavePlanner, local: LocalItems) -> RankItems:
-    """Collect what this rank saves.
-
-    Args:
-        plan: the final plan, without duplicates that other ranks write.
-        planner: of DCP.
-        local: all items of the rank, in which names, optimizer groups and ties are found.
-
-    Raises:
-        LayoutError: DCP has a wrong shape for a shard.
-        UsageError: two entries are the same tensor, or an entry is a PerRank value.
-    """
+    """Collect what this rank saves."""
     mappings = plan.planner_data if isinstance(plan.planner_data, dict) else getattr(planner, "mappings", {})
     state = _State(planner, mappings, local)
     aliases = state.aliases()
@@ -289,14 +275,7 @@ def _joined(shards: Sequence[LocalShard]) -> tuple[tuple[Piece, ...], Memory]:
 
 
 def join_values(parts: Sequence[PlainValues]) -> dict[str, Any]:
-    """Join the objects of all ranks, nested as in the program's state.
-
-    Args:
-        parts: of each rank.
-
-    Raises:
-        UsageError: two ranks saved different values of an entry.
-    """
+    """Join the objects of all ranks, nested as in the program's state."""
     tree: dict[str | int, Any] = {}
     lists = frozenset(p for part in parts for p in part.lists)
     for rank, part in enumerate(parts):

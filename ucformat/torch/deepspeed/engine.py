@@ -12,8 +12,6 @@ from ucformat.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["EngineParts", "inspect_engine", "update_module"]
-
 #: Optimizers that keep the residual of gradient compression on each rank.
 _ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 
@@ -45,14 +43,7 @@ class EngineParts:
         return {"zero": self.stage, "dp": int(self.engine.seq_dp_world_size)}
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """Return the name of a parameter.
-
-        Args:
-            parameter: of the optimizer.
-
-        Raises:
-            UnsupportedError: it is not a parameter of the module.
-        """
+        """Return the name of a parameter."""
         found = self.engine.param_names.get(parameter)
         if found not in self.parameters:
             raise UnsupportedError(
@@ -63,15 +54,7 @@ class EngineParts:
 
 
 def inspect_engine(engine: Any) -> EngineParts:
-    """Return the parts of a DeepSpeed engine.
-
-    Args:
-        engine: as returned by `deepspeed.initialize`.
-
-    Raises:
-        UsageError: it is not a DeepSpeed engine.
-        UnsupportedError: it has state that cannot be saved or loaded yet.
-    """
+    """Return the parts of a DeepSpeed engine."""
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.utils import DummyOptim
 
@@ -173,9 +156,6 @@ def update_module(trainer: EngineParts) -> None:
     """Round the master weights into the module's parameters, and gather parameters that every rank keeps whole.
 
     All ranks must call this, since ZeRO 1 to 3 gather.
-
-    Args:
-        trainer: the parts of the engine.
     """
     optimizer: Any = trainer.optimizer
     zero3 = trainer.engine.optimizer if hasattr(trainer.engine.optimizer, "checkpoint_event_prologue") else None

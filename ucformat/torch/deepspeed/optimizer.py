@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ucformat.torch.deepspeed.engine import EngineParts
     from ucformat.torch.deepspeed.parts import OptimizerTensor
 
-__all__ = ["OptimizerTargets", "StoredStates", "forget_states", "make_states", "want_optimizer"]
-
 
 def make_states(held: OptimizerTensor) -> None:
     """Create the optimizer's states of one tensor, as its first step would.
@@ -32,9 +30,6 @@ def make_states(held: OptimizerTensor) -> None:
     Only the optimizer knows its states, so it makes a step on this tensor alone, as in ZeRO's own step, with a
     gradient, a learning rate and a weight decay of zero, which leaves the tensor unchanged. The counters that the step
     has increased are set when those of the checkpoint are read.
-
-    Args:
-        held: the tensor.
     """
     optimizer = held.optimizer
     real = optimizer.param_groups
@@ -55,11 +50,7 @@ def make_states(held: OptimizerTensor) -> None:
 
 
 def forget_states(held: OptimizerTensor) -> None:
-    """Delete the optimizer's states of a tensor, so that its next step on it is the first.
-
-    Args:
-        held: the tensor.
-    """
+    """Delete the optimizer's states of a tensor, so that its next step on it is the first."""
     held.optimizer.state.pop(held.tensor, None)
 
 
@@ -87,32 +78,18 @@ class StoredStates:
         return holds_training(self.ck)
 
     def stepped(self, name: str) -> bool:
-        """Check whether the checkpoint has optimizer states of a parameter.
-
-        Args:
-            name: of the parameter in the engine.
-        """
+        """Check whether the checkpoint has optimizer states of a parameter."""
         stored = self.names.get(name)
         if stored is None:
             return False
         return bool(self.plain.get(stored)) or any(s not in PARAMETER for s in self.ck.states(stored))
 
     def number(self, name: str, state: str) -> Any:
-        """Return a state that is stored as a plain number, or None.
-
-        Args:
-            name: of the parameter in the engine.
-            state: its name.
-        """
+        """Return a state that is stored as a plain number, or None."""
         return self.plain.get(self.names.get(name, ""), {}).get(state)
 
     def scalar(self, name: str, state: str) -> torch.Tensor:
-        """Return a tensor for a 0-d state, in its stored dtype.
-
-        Args:
-            name: of the parameter in the engine.
-            state: its name.
-        """
+        """Return a tensor for a 0-d state, in its stored dtype."""
         info = self.ck.tensors.get(Key(self.names.get(name, name), state))
         return torch.zeros((), dtype=torch_dtype(info.dtype) if info is not None else torch.float32)
 
@@ -173,11 +150,7 @@ class OptimizerTargets:
     problems: Problems = field(default_factory=Problems)
 
     def count(self, stored: StoredStates) -> None:
-        """Read the counters, which are few bytes, to check them before anything else is read.
-
-        Args:
-            stored: the optimizer states of the checkpoint.
-        """
+        """Read the counters, which are few bytes, to check them before anything else is read."""
         scalars = [local_of(name, c.state, scalar) for c in self.counters for name, scalar in c.read.items()]
         matched, found, _ = match(scalars, {}, stored.ck, stored.names, cast=True)
         read(stored.ck, matched)
@@ -212,13 +185,6 @@ def want_optimizer(
 
     Missing states of the optimizer are created. If the checkpoint has states of some parameters only, the others are
     reset to their condition before the first step.
-
-    Args:
-        wanted: extended by this.
-        trainer: the parts of the engine.
-        held: the tensors of the optimizer.
-        stored: the optimizer states of the checkpoint.
-        states: load states too, not only copies of parameters.
     """
     if states and held and not stored.trained:
         wanted.problems |= Problems(

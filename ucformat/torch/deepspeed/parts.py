@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from ucformat.torch.deepspeed.engine import EngineParts
 
-__all__ = ["OptimizerTensor", "optimizer_tensors", "partition_of", "partitions_of", "shape_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
@@ -57,31 +55,18 @@ class OptimizerTensor:
 
 
 def shape_of(parameter: Any) -> tuple[int, ...]:
-    """Return the global shape of a parameter, which ZeRO 3 may have partitioned.
-
-    Args:
-        parameter: of the module.
-    """
+    """Return the global shape of a parameter, which ZeRO 3 may have partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def partition_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
-    """Return the range of elements of a flattened parameter in this rank's partition under ZeRO 3.
-
-    Args:
-        optimizer: DeepSpeed's, or None.
-        parameter: of the module.
-    """
+    """Return the range of elements of a flattened parameter in this rank's partition under ZeRO 3."""
     part = parameter.partition_numel()
     return part_range(math.prod(parameter.ds_shape), part, _rank_of(optimizer, parameter))
 
 
 def partitions_of(parameter: Any) -> Distribution | None:
-    """Return how ranks hold a parameter that ZeRO 3 has partitioned; None if it has no elements.
-
-    Args:
-        parameter: of the module.
-    """
+    """Return how ranks hold a parameter that ZeRO 3 has partitioned; None if it has no elements."""
     import torch.distributed as dist
 
     ranks = dist.get_process_group_ranks(parameter.ds_process_group)
@@ -102,11 +87,7 @@ def _rank_of(optimizer: Any, parameter: Any) -> int:
 
 
 def optimizer_tensors(trainer: EngineParts) -> tuple[OptimizerTensor, ...]:
-    """Return the tensors that the torch optimizer of this rank updates, by group; empty without an optimizer.
-
-    Args:
-        trainer: the parts of the engine.
-    """
+    """Return the tensors that the torch optimizer of this rank updates, by group; empty without an optimizer."""
     optimizer, inner = trainer.optimizer, trainer.inner
     if optimizer is None or inner is None:
         return ()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucformat.errors import UcformatError, UsageError
-from ucformat.reading.readable import LazySequence
-from ucformat.sources.values import SMALL, json_key
+from ucformat.reading.readable import LazySequence, json_key
+from ucformat.sources.values import SMALL
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.state.local import local_of
 from ucformat.torch.state.memory import torch_dtype
@@ -25,22 +25,6 @@ if TYPE_CHECKING:
 
     Put = Callable[[], None]
 
-__all__ = [
-    "CLIENT",
-    "ClientState",
-    "client_values",
-    "extra_states",
-    "fit_groups",
-    "fit_parts",
-    "fit_values",
-    "plain_values",
-    "scaler_in",
-    "set_counters",
-    "set_scaler",
-    "stateful",
-    "with_extra_state",
-]
-
 CLIENT = "client_state"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 #: The state of a loss scaler; its settings belong to the configuration.
@@ -48,11 +32,7 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def plain_values(trainer: EngineParts) -> dict[str, Any]:
-    """Return the objects of a checkpoint as JSON, under the names of DeepSpeed's own checkpoints.
-
-    Args:
-        trainer: the parts of the engine.
-    """
+    """Return the objects of a checkpoint as JSON, under the names of DeepSpeed's own checkpoints."""
     engine = trainer.engine
     found: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTERS}
     found["ds_config"] = engine._config._param_dict  # noqa: SLF001 - engine.config may be the name of a file
@@ -67,11 +47,7 @@ def plain_values(trainer: EngineParts) -> dict[str, Any]:
 
 
 def stateful(engine: Any) -> dict[str, Any]:
-    """Return the parts of an engine with a state dict, by their names in DeepSpeed's checkpoints.
-
-    Args:
-        engine: the DeepSpeed engine.
-    """
+    """Return the parts of an engine with a state dict, by their names in DeepSpeed's checkpoints."""
     found = {"lr_scheduler": engine.lr_scheduler}
     if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
         found["data_sampler"] = engine.training_dataloader.data_sampler
@@ -81,11 +57,7 @@ def stateful(engine: Any) -> dict[str, Any]:
 
 
 def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the submodules that define `get_extra_state`, with the key of this state in a state dict.
-
-    Args:
-        module: of the engine.
-    """
+    """Yield the submodules that define `get_extra_state`, with the key of this state in a state dict."""
     own = torch.nn.Module.get_extra_state
     for path, part in module.named_modules():
         if type(part).get_extra_state is not own:
@@ -93,11 +65,7 @@ def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mo
 
 
 def extra_states(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the extra states of submodules as JSON, by their keys in a state dict.
-
-    Args:
-        module: of the engine.
-    """
+    """Return the extra states of submodules as JSON, by their keys in a state dict."""
     return {key: encode(part.get_extra_state(), key) for key, part in with_extra_state(module)}
 
 
@@ -114,9 +82,6 @@ def scaler_in(objects: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the state of the dynamic loss scaler in a checkpoint; None if there is none.
 
     There are three forms: that of `plain_values`; DeepSpeed's pickled scaler of ZeRO 1 to 3; its fields of ZeRO 0.
-
-    Args:
-        objects: of the checkpoint.
     """
     optimizer = objects.get("optimizer")
     if not isinstance(optimizer, dict):
@@ -130,12 +95,7 @@ def scaler_in(objects: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def set_scaler(trainer: EngineParts, found: Mapping[str, Any] | None) -> None:
-    """Set the state of the engine's loss scaler; a static one is left as configured.
-
-    Args:
-        trainer: the parts of the engine.
-        found: the stored state, or None.
-    """
+    """Set the state of the engine's loss scaler; a static one is left as configured."""
     scaler = _scaler(trainer.optimizer)
     if scaler is None or not _is_dynamic(scaler) or found is None:
         return
@@ -145,13 +105,7 @@ def set_scaler(trainer: EngineParts, found: Mapping[str, Any] | None) -> None:
 
 
 def set_counters(trainer: EngineParts, objects: Mapping[str, Any], step: int | None) -> None:
-    """Set the engine's counters; micro-steps are rounded up to a whole accumulation, whose length may have changed.
-
-    Args:
-        trainer: the parts of the engine.
-        objects: of the checkpoint.
-        step: of the checkpoint, for one without counters.
-    """
+    """Set the engine's counters; micro-steps are rounded up to a whole accumulation, whose length may have changed."""
     engine = trainer.engine
     steps = objects.get("global_steps", step)
     if steps is None:
@@ -170,15 +124,8 @@ def client_values(
 
     A tensor above 64 KiB becomes a tensor of the checkpoint, named by its path: `client_state.ema.weight`.
 
-    Args:
-        client: the client state.
-        taken: the names of other tensors.
-
     Returns:
         shared values as JSON, per-rank values as JSON, and large tensors by name.
-
-    Raises:
-        UsageError: a large tensor has the name of another tensor.
     """
     large: dict[str, torch.Tensor] = {}
 
@@ -211,12 +158,6 @@ def fit_groups(
     """Match optimizer groups with stored hyper-parameters, by the names of their parameters.
 
     A parameter that was in no group, because it was frozen or is empty, gets those of the others in its group.
-
-    Args:
-        held: the tensors of the optimizer.
-        trainer: the parts of the engine.
-        ck: the checkpoint.
-        names: the stored names of parameters.
 
     Returns:
         what is missing or does not fit, and a function that sets the hyper-parameters.
@@ -254,12 +195,6 @@ def _hyper(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, An
 
 def fit_parts(trainer: EngineParts, ck: Checkpoint, *, scheduler: bool, trust: bool) -> tuple[Problems, Put]:
     """Match the states of the scheduler, of similar parts, and of submodules with the checkpoint.
-
-    Args:
-        trainer: the parts of the engine.
-        ck: the checkpoint.
-        scheduler: load the learning rate scheduler.
-        trust: unpickle opaque objects, which may run code.
 
     Returns:
         what is missing or does not fit, and a function that sets the states.
@@ -305,12 +240,7 @@ def _fitting(data: Any, template: Any, *, trust: bool) -> Any:
 
 
 def fit_values(trainer: EngineParts, ck: Checkpoint) -> Put:
-    """Return a function that sets the counters and a dynamic loss scaler.
-
-    Args:
-        trainer: the parts of the engine.
-        ck: the checkpoint.
-    """
+    """Return a function that sets the counters and a dynamic loss scaler."""
     scaler = scaler_in(ck.objects)
 
     def put() -> None:

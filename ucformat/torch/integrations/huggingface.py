@@ -16,8 +16,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import sort_checkpoints
 
 from ucformat.errors import NotACheckpoint, UnsupportedError
-from ucformat.format.commit import MANIFEST
 from ucformat.jobs.rotation import discard
+from ucformat.schema.manifest import MANIFEST
 from ucformat.sources.configuration import program_config
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.integrations.accelerate import unwrapped

@@ -13,9 +13,9 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from ucformat.errors import UcformatError, UnsafeError, UnsupportedError, UsageError
-from ucformat.format.commit import MANIFEST
 from ucformat.jobs.rotation import discard
 from ucformat.references import open_reference
+from ucformat.schema.manifest import MANIFEST
 from ucformat.sources.configuration import program_config
 from ucformat.storage.base import exists
 from ucformat.storage.url import open_store

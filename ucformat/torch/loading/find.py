@@ -12,11 +12,9 @@ from ucformat.torch.loading.match import PARAMETER, Problems
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from ucformat.sources.dcp.names import Path
+    from ucformat.reading.readable import StatePath as Path
     from ucformat.torch.loading.values import SavedState
     from ucformat.torch.state.collect import CollectedState
-
-__all__ = ["find_tensors", "prefixes_of"]
 
 _SHOWN = 4
 
@@ -31,13 +29,6 @@ def find_tensors(found: CollectedState, recorded: SavedState) -> Problems:
     the checkpoint has anything under the path of the tensor's module, only what was saved of that module comes into
     question, perhaps in a wrapper. Otherwise a weight is found by its name without the path of the module, unless the
     weights of two modules have these names and shapes.
-
-    Args:
-        found: the state, whose keys are changed.
-        recorded: the state that was saved.
-
-    Returns:
-        the modules that may be one of several.
     """
     names = recorded.names
     renamed = {new for new, stored in names.items() if recorded.unrenamed.get(new) != stored}

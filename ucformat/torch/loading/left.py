@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import Key
-    from ucformat.sources.dcp.names import Path
+    from ucformat.reading.readable import StatePath as Path
     from ucformat.torch.loading.values import SavedState
     from ucformat.torch.state.collect import CollectedState
-
-__all__ = ["asked_entries", "fits", "is_asked", "is_inside", "is_named", "left_values"]
 
 #: Among the entries that are asked for: all tensors of a state that is a single mapping of tensors.
 _FLAT = ""
@@ -28,10 +26,6 @@ def asked_entries(found: CollectedState, recorded: SavedState) -> tuple[str, ...
     """Return the top-level entries of the saved state that are asked for.
 
     These have the keys of the state; where a tensor was saved under another key, that entry is asked for, too.
-
-    Args:
-        found: the state, with the keys of the stored tensors.
-        recorded: the state that was saved.
     """
     out = dict.fromkeys(found.entries)
     for path, key in found.keys.items():
@@ -46,63 +40,32 @@ def asked_entries(found: CollectedState, recorded: SavedState) -> tuple[str, ...
 
 
 def is_asked(ck: Checkpoint, key: Key, entries: Sequence[str]) -> bool:
-    """Check whether a stored tensor is in one of the entries, or not known to be in another one.
-
-    Args:
-        ck: the checkpoint.
-        key: of the tensor.
-        entries: as from `asked_entries`.
-    """
+    """Check whether a stored tensor is in one of the entries, or not known to be in another one."""
     paths = _paths(ck, key)
     return not paths or any(_is_in(dotted(p), entries) or (len(p) == 1 and _FLAT in entries) for p in paths)
 
 
 def is_inside(ck: Checkpoint, key: Key, entries: Sequence[str]) -> bool:
-    """Check whether a stored tensor is known to be in one of the entries.
-
-    Args:
-        ck: the checkpoint.
-        key: of the tensor.
-        entries: as from `asked_entries`.
-    """
+    """Check whether a stored tensor is known to be in one of the entries."""
     return any(_is_in(dotted(p), entries) for p in _paths(ck, key))
 
 
 def is_named(ck: Checkpoint, key: Key, label: str, patterns: Sequence[str]) -> bool:
-    """Check whether a pattern names a stored tensor: by its name, with or without the state, or by a path.
-
-    Args:
-        ck: the checkpoint.
-        key: of the tensor.
-        label: its name in the state, and its state in parentheses.
-        patterns: as `fits` has them.
-    """
+    """Check whether a pattern names a stored tensor: by its name, with or without the state, or by a path."""
     name = label.removesuffix(f" ({key.state})")
     texts = (label, key.name, name, f"{name}.{key.state}", *map(dotted, _paths(ck, key)))
     return any(fits(text, pattern) for text in texts for pattern in patterns)
 
 
 def fits(text: str, pattern: str) -> bool:
-    """Check whether a name or path is that of a pattern, lies below it, or matches it as a glob.
-
-    Args:
-        text: the name, or a dotted path.
-        pattern: a name, a prefix of names that ends at a dot, or a glob.
-    """
+    """Check whether a name or path is that of a pattern, lies below it, or matches it as a glob."""
     return text == pattern or text.startswith(pattern.rstrip(".") + ".") or fnmatchcase(text, pattern)
 
 
 def left_values(
     found: CollectedState, recorded: SavedState, entries: Sequence[str], leave: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return a line for each plain value that was saved in the entries, and that no pattern names.
-
-    Args:
-        found: the state.
-        recorded: the state that was saved.
-        entries: as from `asked_entries`.
-        leave: patterns, as `fits` has them.
-    """
+    """Return a line for each plain value that was saved in the entries, and that no pattern names."""
     records = ((*path, *names, RECORD) for path, (_, taken) in found.wrappers.items() for names in taken.records)
     wanted = {dotted(path) for path in (*found.leaves, *found.tensors, *found.ranks, *found.group_entries, *records)}
     parents = prefixes_of(wanted)

@@ -237,24 +237,7 @@ def load_local(
     """Fill the tensors of this rank, of any engine; see `load`.
 
     Args:
-        targets: the tensors of this rank.
-        ck: the checkpoint.
-        strict: as for `load`.
-        aliases: further names of tied tensors, and the names in `targets`.
-        names: the stored names, from `stored_names` (None: not renamed).
-        cast: as for `load`.
-        verify: as for `load`.
-        threads: as for `load`.
-        group: the ranks that take part (None: all).
-        broadcast_group: as for `load`.
-        progress: as for `load`.
-        problems: mismatches of values other than tensors.
-        then: called when all tensors are filled.
-        layout: of the state of this rank, as a save records it.
-        stateful: whether hyper-parameters of an optimizer are loaded, too.
-        optimizer: whether states of an optimizer are asked for, even if the targets have none.
         asked: the entries of the saved state that are asked for (None: all).
-        leave: as for `load`.
     """
     begun = time.monotonic()
     ranks = group or group_of()

@@ -327,11 +327,7 @@ def _meta_buffers(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _buffers_to_compute(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules with buffers that no checkpoint contains and that have no values.
-
-    Raises:
-        UsageError: the model has no method to compute them.
-    """
+    """The modules with buffers that no checkpoint contains and that have no values."""
     found = [(prefix, module) for prefix, module in model.named_modules() if any(_meta_buffers(module))]
     if found and not callable(getattr(model, "initialize_weights", None)):
         prefix, module = found[0]

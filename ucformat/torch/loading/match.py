@@ -100,12 +100,8 @@ def stored_names(ck: Checkpoint, rename: Rename | None) -> dict[str, str]:
     """Return the name under which each tensor is stored, by its name in the state; includes tied names.
 
     Args:
-        ck: the checkpoint.
         rename: maps names of the checkpoint to names of the state: a function, or `{regex: replacement}`, of which the
             first that matches a whole name applies. A name that another tensor has is taken from it.
-
-    Raises:
-        UsageError: two tensors are renamed to one name, or a regular expression is not supported (`docs/layout.md`).
     """
     all_names = {n: n for n in ck.names()} | dict(ck.aliases)
     if rename is None:
@@ -148,15 +144,8 @@ def match(
     A float32 weight or a `master` is read from `master` if that is stored, else from `weight`.
 
     Args:
-        targets: tensors of the state.
         aliases: further names of tied targets, and the names in `targets`; a target that is not stored under its name
             is read under one of these.
-        ck: the checkpoint.
-        names: the stored names, from `stored_names`.
-        cast: match tensors of different dtypes too.
-        as_lazy: match each weight with the tensor that `ck[name]` reads, whatever its dtype.
-        optimizer: states of an optimizer are expected, even if the targets have none.
-        inside: whether a stored tensor is in an entry that is asked for, and thus expected, whatever the targets are.
 
     Returns:
         the matches, all mismatches but what is unexpected, and of each tensor of the checkpoint whether it is that.
@@ -207,13 +196,7 @@ def match(
 
 
 def overlaps(targets: Sequence[LocalShard], stored: Sequence[TensorInfo], ck: Checkpoint) -> dict[tuple[int, int], str]:
-    """Return which targets would be filled over each other, and why: their numbers, and a line.
-
-    Args:
-        targets: of this rank.
-        stored: the stored tensor from which each is filled; if there are none, the same view is no problem.
-        ck: the checkpoint.
-    """
+    """Return which targets would be filled over each other, and why: their numbers, and a line."""
     out: dict[tuple[int, int], str] = {}
     for a, b, same in sharing(targets):
         one, other = targets[a], targets[b]
@@ -239,12 +222,7 @@ def _whole_wrappers(found: list[Matched], targets: Sequence[LocalShard]) -> list
 
 
 def weight_of(name: str, ck: Checkpoint) -> TensorInfo | None:
-    """Return the tensor that `ck[name]` reads: in state `weight`, or `master` if only that is stored; None if neither.
-
-    Args:
-        name: the stored name.
-        ck: the checkpoint.
-    """
+    """Return the tensor that `ck[name]` reads: in state `weight`, or `master` if only that is stored; None if neither."""
     return next((i for s in PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None), None)
 
 
@@ -292,12 +270,7 @@ def _unexpected(wanted: set[Key], kinds: set[bool], inside: Callable[[Key], bool
 
 
 def labels_of(keys: Iterable[Key], names: Mapping[str, str]) -> list[str]:
-    """Return what `Problems` call tensors of a checkpoint.
-
-    Args:
-        keys: of the tensors.
-        names: the stored names, from `stored_names`.
-    """
+    """Return what `Problems` call tensors of a checkpoint."""
     renamed = {stored: name for name, stored in reversed(list(names.items()))}
     return [str(Key(renamed.get(key.name, key.name), key.state)) for key in keys]
 
@@ -309,12 +282,7 @@ def raise_for(problems: Problems, strict: Strict, url: str) -> None:
     """Raise one error with all problems, before anything is read.
 
     Args:
-        problems: of all ranks.
         strict: `"report"` ignores what only the checkpoint has, and what is inexact; False ignores all problems.
-        url: of the checkpoint.
-
-    Raises:
-        StateMismatch: there are problems that are not ignored.
     """
     lines = problems.lines(unexpected=strict is True)
     if strict is False or not lines:
@@ -336,22 +304,12 @@ _DEFAULT_DEGREES = {"zero": 0, "tp": 1, "pp": 1, "ep": 1}  # that engines record
 
 
 def holds_training(ck: Checkpoint) -> bool:
-    """Check whether a checkpoint contains optimizer states, or groups, which exist before the first step.
-
-    Args:
-        ck: the checkpoint.
-    """
+    """Check whether a checkpoint contains optimizer states, or groups, which exist before the first step."""
     return bool(ck.manifest.groups) or any(key.state not in PARAMETER for key in ck.tensors)
 
 
 def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> LineageDoc:
-    """Return the lineage of a load: `finetune`, or if the training continues `resume`, or `reshard` to another layout.
-
-    Args:
-        ck: the checkpoint.
-        now: the layout under which it was loaded, as a save records it, with the number of ranks as `world`.
-        continues: whether the training continues: some rank loaded state of an optimizer.
-    """
+    """Return the lineage of a load: `finetune`, or if the training continues `resume`, or `reshard` to another layout."""
     before = ck.metadata.layout
     if "world" in before:  # saved by ucformat.torch, which records the whole layout
         other = {k: v for k, v in before.items() if k != PART_OF} != dict(now)

@@ -28,12 +28,10 @@ from ucformat.torch.state.subclasses import RECORD
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from ucformat.reading.readable import StatePath as Path
     from ucformat.schema.manifest import GroupDoc
-    from ucformat.sources.dcp.names import Path
     from ucformat.torch.loading.values import SavedState
     from ucformat.torch.state.collect import CollectedState, LiveOptimizer
-
-__all__ = ["place_states"]
 
 _STATE = "state"
 #: Optimizers that make all states when they are constructed, and cannot go on without.
@@ -46,10 +44,6 @@ def place_states(found: CollectedState, recorded: SavedState) -> Problems:
     Parameters that have states in the checkpoint get a tensor or a slot for each, parameters that have none lose
     theirs, and parameters that the checkpoint does not know keep what they have. Optimizers and state dicts change
     when the state is loaded.
-
-    Args:
-        found: the state, to which the tensors and slots are added.
-        recorded: the state that was saved.
 
     Returns:
         the states for which no place can be made.

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.plan import Verify
 
-__all__ = ["STAGED_BYTES", "ReadAmount", "check_targets", "parts_of", "read", "room", "stored_in", "target_of"]
-
 #: Bytes of each of the two host buffers, and the most of a part.
 STAGED_BYTES = 32 << 20
 
@@ -47,11 +45,7 @@ class ReadAmount(NamedTuple):
     unverified: int = 0
 
     def plus(self, other: ReadAmount) -> ReadAmount:
-        """Return the sum.
-
-        Args:
-            other: another amount.
-        """
+        """Return the sum."""
         return ReadAmount(self.nbytes + other.nbytes, self.unverified + other.unverified)
 
 
@@ -65,19 +59,8 @@ def read(
     """Fill targets from a checkpoint.
 
     Args:
-        ck: the checkpoint.
-        matched: the targets, and the stored tensors from which they are read.
-        verify: which checksums to check, as for `load`.
         threads: how many threads read (default: as many as the storage can use).
         progress: called with the bytes of each read that is done.
-
-    Returns:
-        how much was read from storage.
-
-    Raises:
-        UsageError: elements of a target share memory.
-        ChecksumError: a chunk does not match its checksum.
-        MissingData: a part of a tensor is stored in no file.
     """
     check_targets(matched)
     direct = [m for m in matched if _is_direct(m)]
@@ -88,14 +71,7 @@ def read(
 
 
 def check_targets(matched: Sequence[Matched]) -> None:
-    """Check that targets can be filled.
-
-    Args:
-        matched: the targets.
-
-    Raises:
-        UsageError: elements of a target share memory, or its memory contains the values of another tensor.
-    """
+    """Check that targets can be filled."""
     for m in matched:
         tensor = m.target.tensor
         if m.target.pieces:
@@ -191,10 +167,6 @@ def parts_of(ck: Checkpoint, m: Matched) -> Iterator[Matched]:
     """Cut a target into parts of one box each, of at most `STAGED_BYTES`, if possible at the ends of chunks.
 
     A chunk that is cut is read, and checked, twice.
-
-    Args:
-        ck: the checkpoint.
-        m: the target.
     """
     for piece in m.target.pieces:
         for box in _cut(ck, m.stored, piece):
@@ -224,23 +196,13 @@ def _cut(ck: Checkpoint, stored: TensorInfo, piece: Piece) -> Iterator[Box]:
 
 
 def room(part: Matched) -> int:
-    """Return the bytes of a part in a buffer, rounded up so that the next part is aligned for any dtype.
-
-    Args:
-        part: from `parts_of`.
-    """
+    """Return the bytes of a part in a buffer, rounded up so that the next part is aligned for any dtype."""
     (piece,) = part.target.pieces
     return -(-piece.box.size * part.stored.itemsize // 16) * 16
 
 
 def stored_in(buffer: torch.Tensor, at: int, part: Matched) -> Matched:
-    """Return a place in a buffer as the target of a part, row-major and in the stored dtype.
-
-    Args:
-        buffer: bytes on the host.
-        at: the first byte.
-        part: from `parts_of`.
-    """
+    """Return a place in a buffer as the target of a part, row-major and in the stored dtype."""
     (piece,) = part.target.pieces
     held = buffer[at : at + piece.box.size * part.stored.itemsize].view(torch_dtype(part.stored.dtype))
     info = replace(part.target.info, dtype=part.stored.dtype)
@@ -249,11 +211,7 @@ def stored_in(buffer: torch.Tensor, at: int, part: Matched) -> Matched:
 
 
 def target_of(part: Matched) -> torch.Tensor:
-    """Return the part of a target's tensor that holds its box.
-
-    Args:
-        part: from `parts_of`.
-    """
+    """Return the part of a target's tensor that holds its box."""
     (piece,) = part.target.pieces
     tensor = part.target.tensor
     strides = tensor.stride() if tensor.device.type == "cpu" else row_major(tuple(tensor.shape))

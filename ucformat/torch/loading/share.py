@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.match import Matched
 
-__all__ = ["AnotherRankFailed", "read_shared"]
-
 #: Bytes that each rank reads in a round, unless a part is larger.
 _ROUND_BYTES = 32 << 20
 #: Rounds for which there is memory: one is exchanged while the others are read, so that requests are always in flight.
@@ -98,21 +96,10 @@ def read_shared(
     """Fill targets; what several ranks want is read by one of them, balanced by bytes. All ranks call this.
 
     Args:
-        ck: the checkpoint.
-        matched: the targets of this rank, and the stored tensors from which they are read.
-        ranks: those of one host, or of `replicas`.
         replicas: the process group over which parts are broadcast that all of its ranks want; its backend must support
             the devices of the targets (None: the ranks share memory, and parts that any two of them want).
-        verify: which checksums to check, as for `load`.
         threads: how many threads read (default: as many as the storage can use).
         progress: called with the bytes of each read that is done.
-
-    Returns:
-        how much this rank read from storage.
-
-    Raises:
-        AnotherRankFailed: this rank has not failed itself.
-        UcformatError: as for `read`, or a rank died.
     """
     failure: BaseException | None = None
     cut: list[dict[bytes, Matched]] = [{} for _ in matched]
@@ -275,7 +262,6 @@ class _HostMemory:
     """Readers read into memory that all ranks of the host map.
 
     Args:
-        memory: its bytes.
         step: bytes for a round; the memory is used in a circle.
     """
 

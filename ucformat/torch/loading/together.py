@@ -18,15 +18,12 @@ if TYPE_CHECKING:
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
 
-__all__ = ["open_together"]
-
 
 @message
 class _Opened:
     """What rank 0 has opened.
 
     Attributes:
-        place: the path or url.
         answers: of its store, while the checkpoint was opened.
     """
 
@@ -41,13 +38,6 @@ def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Chec
     the objects, or what tells the structure of a foreign checkpoint, and the others get what it has read. So a job
     makes as many requests as one process, and all ranks open the same checkpoint even if another one is committed
     meanwhile.
-
-    Args:
-        place: as for `load`; ranks may name different places, or pass open checkpoints.
-        ranks: the group.
-
-    Raises:
-        UcformatError: see `open_reference`; raised on all ranks.
     """
     named = None if isinstance(place, Checkpoint) else path_text(place)
     if isinstance(place, PathLike) and not Path(place).is_absolute():

@@ -10,9 +10,9 @@ import torch
 
 from ucformat.errors import PermissionDenied, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
-from ucformat.reading.readable import IntKey
+from ucformat.reading.readable import IntKey, json_key
 from ucformat.sources.dcp.names import GROUPS, dotted
-from ucformat.sources.values import from_json, is_flattened, is_special, json_key, without_class
+from ucformat.sources.values import from_json, is_flattened, is_special, without_class
 from ucformat.torch.loading.match import Problems
 from ucformat.torch.state.collect import NoPlace, ValueSlot
 from ucformat.torch.state.memory import dtype_name, torch_dtype
@@ -24,35 +24,18 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.reading.readable import Place
+    from ucformat.reading.readable import StatePath as Path
     from ucformat.schema.manifest import GroupDoc
-    from ucformat.sources.dcp.names import Path
     from ucformat.torch.comm.group import Group as Ranks
     from ucformat.torch.state.collect import CollectedState, OptimizerGroup
     from ucformat.torch.state.objects import PerRank
     from ucformat.torch.state.subclasses import Taken
 
-__all__ = [
-    "ABSENT",
-    "SavedState",
-    "find_object",
-    "fit_groups",
-    "fit_objects",
-    "fit_wrappers",
-    "resize_extra_states",
-    "take_values",
-    "value_at",
-]
-
 ABSENT = object()
 
 
 class SavedState:
-    """What a checkpoint records of the state that was saved; `tensors` are keyed by their dotted paths.
-
-    Args:
-        ck: the checkpoint.
-        names: the stored names, from `stored_names`; tensors that are renamed are left out.
-    """
+    """What a checkpoint records of the state that was saved; `tensors` are keyed by their dotted paths."""
 
     def __init__(self, ck: Checkpoint, names: Mapping[str, str]) -> None:
         self.ck, self.names = ck, names
@@ -75,12 +58,7 @@ class SavedState:
         return out
 
     def find_group(self, root: str, prefix: str = "") -> Callable[[str], GroupDoc | None]:
-        """Return a function that finds the stored group of a parameter.
-
-        Args:
-            root: the dotted path of the optimizer that names the parameter.
-            prefix: joined with that name, gives the name of the parameter in the state.
-        """
+        """Return a function that finds the stored group of a parameter."""
         mine = {
             name: group
             for group, place in self.optimizers.get(root, ())
@@ -91,11 +69,7 @@ class SavedState:
         return lambda name: mine.get(name) or stored.get(self.names.get(prefix + name, prefix + name))
 
     def value(self, path: Path) -> Any:
-        """Return the JSON form of a value, or of hyper-parameters; `ABSENT` if there is none.
-
-        Args:
-            path: of the value in the state; keys may be joined by dots differently in the checkpoint.
-        """
+        """Return the JSON form of a value, or of hyper-parameters; `ABSENT` if there is none."""
         found = find_object(self.ck.objects, path)
         return found if found is not ABSENT else self._of_groups(dotted(path))
 
@@ -117,13 +91,7 @@ class SavedState:
         return ABSENT
 
     def other_wrapper(self, path: Path, keys: Mapping[tuple[str, ...], Key], taken: Taken) -> str | None:
-        """Say how a wrapper of the state differs from the one that was saved; None if it does not.
-
-        Args:
-            path: of the wrapper in the state.
-            keys: the name and state of each of its tensors, by the names inside it.
-            taken: the wrapper.
-        """
+        """Say how a wrapper of the state differs from the one that was saved; None if it does not."""
         places = [path]
         for names, key in keys.items():
             stored = Key(self.names.get(key.name, key.name), key.state)
@@ -144,11 +112,7 @@ class SavedState:
         return None
 
     def holds_tensors(self, text: str) -> bool:
-        """Check whether tensors were stored separately from the value that contained them.
-
-        Args:
-            text: the dotted path of the value.
-        """
+        """Check whether tensors were stored separately from the value that contained them."""
         return any(name.startswith(f"{text}.") for name in self.tensors)
 
     def entries(self) -> Iterator[Path]:
@@ -176,12 +140,7 @@ def _shown(record: Any, part: str) -> str:
 
 
 def find_object(objects: Mapping[str, Any], path: Path) -> Any:
-    """Return the JSON form of an object; `ABSENT` if there is none.
-
-    Args:
-        objects: of a checkpoint.
-        path: of the object; keys may be joined by dots differently in the checkpoint.
-    """
+    """Return the JSON form of an object; `ABSENT` if there is none."""
     data: Any = objects
     for part in path:
         key = json_key(part)
@@ -192,12 +151,7 @@ def find_object(objects: Mapping[str, Any], path: Path) -> Any:
 
 
 def value_at(node: Any, text: str) -> Any:
-    """Return the JSON form of the value at a dotted path; `ABSENT` if there is none.
-
-    Args:
-        node: the JSON form in which to search.
-        text: the path; its keys may contain dots themselves.
-    """
+    """Return the JSON form of the value at a dotted path; `ABSENT` if there is none."""
     at = -1
     while at < len(text):
         at = text.find(".", at + 1)
@@ -252,13 +206,6 @@ def fit_objects(
     found: CollectedState, recorded: SavedState, ranks: Ranks, *, trust: bool, cast: bool = False
 ) -> tuple[Problems, Callable[[], None]]:
     """Match the plain values of a state with stored objects.
-
-    Args:
-        found: the state.
-        recorded: the state that was saved.
-        ranks: the group of ranks.
-        trust: unpickle opaque objects, which may run code.
-        cast: accept tensors of other dtypes.
 
     Returns:
         what is missing or does not fit, and a function that sets all other values.
@@ -356,15 +303,7 @@ def _no_merge(path: Path, wanted: PerRank, saved: int, now: int) -> str:
 
 
 def fit_wrappers(found: CollectedState, recorded: SavedState) -> Problems:
-    """Match the wrappers of a state with those that were saved, and leave out those that do not fit.
-
-    Args:
-        found: the state, which is changed.
-        recorded: the state that was saved.
-
-    Raises:
-        UsageError: a wrapper cannot be filled.
-    """
+    """Match the wrappers of a state with those that were saved, and leave out those that do not fit."""
     problems: list[str] = []
     for path, (tensor, taken) in found.wrappers.items():
         check_live(dotted(path), tensor, taken)
@@ -378,12 +317,7 @@ def fit_wrappers(found: CollectedState, recorded: SavedState) -> Problems:
 
 
 def take_values(found: CollectedState, recorded: SavedState) -> None:
-    """Treat tensors that the checkpoint stores inside a value, as DCP does in tuples, as plain values of the state.
-
-    Args:
-        found: the state, which is changed.
-        recorded: the state that was saved.
-    """
+    """Treat tensors that the checkpoint stores inside a value, as DCP does in tuples, as plain values of the state."""
     for path, tensor in list(found.tensors.items()):
         if dotted(path) in recorded.tensors or found.keys[path].name in recorded.names:
             continue
@@ -396,12 +330,7 @@ def take_values(found: CollectedState, recorded: SavedState) -> None:
 
 
 def resize_extra_states(found: CollectedState, recorded: SavedState) -> None:
-    """Give the extra states of modules, which are loaded as a whole, the shapes and dtypes that were saved.
-
-    Args:
-        found: the state, which is changed.
-        recorded: the state that was saved.
-    """
+    """Give the extra states of modules, which are loaded as a whole, the shapes and dtypes that were saved."""
     for path, put in found.extra_states.items():
         name, state = found.keys.get(path, ("", ""))
         stored = recorded.ck.tensors.get(Key(recorded.names.get(name, name), state))
@@ -446,12 +375,6 @@ def fit_groups(
 
     If some parameters of a group are not stored, the hyper-parameters of the others apply. A group without parameters
     has those of the group with its number, if as many were saved.
-
-    Args:
-        found: the state.
-        recorded: the state that was saved.
-        may_leave: whether a hyper-parameter, by its dotted path, needs no place.
-        trust: unpickle opaque objects, which may run code.
 
     Returns:
         what is missing or does not fit, and a function that sets the hyper-parameters.

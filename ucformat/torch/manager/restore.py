@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from ucformat.catalog.lines import contradictions
 from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
 from ucformat.format.audit import Check, ZarrJson, block_problems, items, wrong_digests
-from ucformat.format.commit import MANIFEST
 from ucformat.format.structure import Problem
 from ucformat.geometry.tensor import Key, single_extents
 from ucformat.jobs.record import record_verification
 from ucformat.jobs.run import Report, run
+from ucformat.schema.manifest import MANIFEST
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.match import edge_of, holds_training
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from ucformat.torch.manager.steps import RunStep
 
     Mode = Literal["full", "quick"]
-
-__all__ = ["Mode", "Restored", "restore_newest", "verify_on_all_ranks"]
-
 
 #: Errors that show that a checkpoint is damaged. Any other is a failure of the storage, and is raised.
 _DAMAGE = (IntegrityError, NotFound, UpgradeNeeded)
@@ -54,17 +51,12 @@ def verify_on_all_ranks(
     """Open a checkpoint and verify it; all ranks call this together, and get the same report.
 
     Args:
-        step: the checkpoint.
         mode: `full` reads every byte once, on all ranks together, and compares it with checksums and digests. `quick`
             reads only the documents (manifest, sidecar, objects) and checks the size of each file.
-        ranks: the group of ranks.
         threads: how many threads read on each rank (default: as many as the storage can use).
 
     Returns:
         the checkpoint, or None if it cannot be opened, and the report.
-
-    Raises:
-        UcformatError: some rank cannot read the storage; this does not mean that the checkpoint is damaged.
     """
     ck = None
     try:
@@ -170,21 +162,7 @@ class Restored:
 def restore_newest(
     root: str, state: Mapping[str, Any], verify: Mode, ranks: Group, options: Mapping[str, Any]
 ) -> Restored | None:
-    """Load the newest intact checkpoint of a run; damaged ones are skipped, with a warning on rank 0.
-
-    Args:
-        root: the folder of the run.
-        state: the training state to fill.
-        verify: how checkpoints are verified, as for `verify_on_all_ranks`.
-        ranks: the group of ranks.
-        options: other arguments of `load`.
-
-    Returns:
-        None if no checkpoint is committed.
-
-    Raises:
-        IntegrityError: all checkpoints are damaged.
-    """
+    """Load the newest intact checkpoint of a run; damaged ones are skipped, with a warning on rank 0."""
     listed: RunContents = ranks.combine(None, then=lambda _: _list(root), answer_kind=RunContents)
     damaged: dict[str, str] = {}
     if not ranks.rank:

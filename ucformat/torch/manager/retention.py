@@ -27,11 +27,11 @@ from ucformat.errors import (
     UpgradeNeeded,
     UsageError,
 )
-from ucformat.format.commit import MANIFEST
 from ucformat.jobs.documents import protections_of
 from ucformat.jobs.gc import consult, purge  # `collect` would also purge other runs
 from ucformat.jobs.register import register
 from ucformat.jobs.removal import read_tombstone, remove
+from ucformat.schema.manifest import MANIFEST
 from ucformat.schema.policy import Last, Policy
 from ucformat.settings import load_settings, source_of
 from ucformat.storage.url import open_store
@@ -46,20 +46,11 @@ if TYPE_CHECKING:
 
     Keep = int | Mapping[str, Any] | Policy | str | Path
 
-__all__ = ["Keep", "RunRetention", "deleted_ids", "free_place", "known_commits", "policy_of"]
-
 _log = logging.getLogger("ucformat")
 
 
 def policy_of(keep: Keep) -> Policy:
-    """Return the policy that the `keep` argument of `Manager` describes; the last checkpoint is always kept.
-
-    Args:
-        keep: a number of latest checkpoints or rules, both without a grace, or a policy or the path of its file.
-
-    Raises:
-        UsageError: it is not valid.
-    """
+    """Return the policy that the `keep` argument of `Manager` describes; the last checkpoint is always kept."""
     if isinstance(keep, int):
         keep = {"last": keep}
     if isinstance(keep, Policy):
@@ -77,15 +68,7 @@ def policy_of(keep: Keep) -> Policy:
 
 
 class RunRetention:
-    """Applies a policy to the checkpoints of a run. One process of the run calls `apply`.
-
-    Args:
-        root: the folder of the run.
-        policy: which of its checkpoints to keep.
-
-    Raises:
-        UsageError: the policy has filters, and there is no catalog.
-    """
+    """Applies a policy to the checkpoints of a run. One process of the run calls `apply`."""
 
     def __init__(self, root: str, policy: Policy) -> None:
         self.root, self.policy = root, policy
@@ -101,10 +84,6 @@ class RunRetention:
 
     def apply(self, url: str, step: int) -> list[str]:
         """Delete what the policy does not keep, after a commit; failures are logged, and retried after the next commit.
-
-        Args:
-            url: of the checkpoint that was committed.
-            step: its step.
 
         Returns:
             the ids of the checkpoints whose files were removed.
@@ -226,9 +205,6 @@ def deleted_ids(root: str) -> frozenset[str]:
     """Return the ids of a run's checkpoints that are deleted in the catalog while their files exist.
 
     Empty if there is no catalog, or if it cannot be queried, which is logged.
-
-    Args:
-        root: the folder of the run.
     """
     url = load_settings().catalog_url()
     if url is None:
@@ -248,12 +224,7 @@ def deleted_ids(root: str) -> frozenset[str]:
 
 
 def known_commits(root: str, run: str | None) -> int:
-    """Return the greatest commit count of a run in the catalog; 0 if there is no catalog, or it cannot be queried.
-
-    Args:
-        root: the folder of the run.
-        run: its name (None: that of the folder).
-    """
+    """Return the greatest commit count of a run in the catalog; 0 if there is no catalog, or it cannot be queried."""
     url = load_settings().catalog_url()
     name = run or parent_name(f"{same_url(root)}/{folder_of(0)}")
     if url is None or name is None:
@@ -275,8 +246,6 @@ def free_place(root: str, step: int, damaged: Collection[str]) -> tuple[str, boo
     """Find where to save a step again that was saved before the training was set back.
 
     Args:
-        root: the folder of the run.
-        step: the training step.
         damaged: urls of damaged checkpoints. These are replaced, unless they are protected or the storage cannot
             replace files; others are kept, and the new checkpoint is saved in a folder beside them.
 

@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.newest import newest_first
 from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
-from ucformat.format.commit import MANIFEST
 from ucformat.format.structure import read_manifest
 from ucformat.schema.documents import TOMBSTONE
+from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
     from types import FrameType
-
-__all__ = ["RunContents", "RunStep", "Signals", "continued_here", "folder_of", "list_steps", "read_step"]
 
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 
@@ -71,11 +69,7 @@ def folder_of(step: int, again: int = 0) -> str:
     """Return the name of a step's folder; names sort as steps do.
 
     Args:
-        step: the training step, from 0.
         again: distinguishes several checkpoints of one step (0: the first).
-
-    Raises:
-        UsageError: `step` is negative.
     """
     if step < 0:
         raise UsageError(f"the training step {step} is negative", hint="steps count from 0")
@@ -89,11 +83,7 @@ def step_of(folder: str) -> int | None:
 
 
 def list_steps(root: str) -> RunContents:
-    """List the committed checkpoints of a run; lists all files below `root`, and reads the manifest of each checkpoint.
-
-    Args:
-        root: the folder of the run.
-    """
+    """List the committed checkpoints of a run; lists all files below `root`, and reads the manifest of each checkpoint."""
     store = open_store(root)
     found: dict[str, int] = {}
     being_purged: list[str] = []
@@ -121,15 +111,7 @@ def list_steps(root: str) -> RunContents:
 
 
 def read_step(url: str, step: int) -> RunStep:
-    """Read the checkpoint of a step from its manifest.
-
-    Args:
-        url: of the checkpoint.
-        step: its step.
-
-    Raises:
-        NotACheckpoint: there is none.
-    """
+    """Read the checkpoint of a step from its manifest."""
     manifest, _ = read_manifest(open_store(url))
     nbytes, launch = manifest.tensors.nbytes, manifest.launch
     about = (None, {}) if launch is None else (launch.id, launch.continues)
@@ -157,9 +139,6 @@ class Signals:
 
     Handlers can only be installed in the main thread; in any other a warning is logged. In processes that are forked
     later (of a data loader), the handlers that were installed before take effect.
-
-    Args:
-        signals: their numbers.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:

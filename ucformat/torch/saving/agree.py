@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.statement import Ranges, Sums
 
-__all__ = ["Joined", "agree", "merge_more", "merge_offers"]
-
 
 class Joined(NamedTuple):
     """All descriptions together, on rank 0: each row with the first rank that states it, and its item there."""
@@ -60,20 +58,11 @@ def agree(
     """Agree on who writes what; all ranks call this together.
 
     Args:
-        group: the ranks.
-        statement: of this rank.
         options: of the save, as text, which must be the same on all ranks.
-        sums: the checksums of each item's pieces.
-        begin: begins the attempt on rank 0, and returns its name.
-        equal: whether replicas must have equal checksums.
         arrays: whether tensors get folders, whose names may not differ only in case.
 
     Returns:
         the answer of rank 0, which has an attempt unless ranks have to list boxes; on rank 0 all descriptions.
-
-    Raises:
-        UsageError: a tensor's dtype or shape, or objects differ between ranks.
-        Conflict: from `begin`.
     """
     joiner: _Joiner = group.cache.pop("joiner", None) or _Joiner()  # a save of another thread gets one of its own
     compared: tuple[Key, ...] = group.cache.get("compared", ())  # equal on all ranks, or the options are not
@@ -206,12 +195,7 @@ class _Joiner:
 
 
 def merge_offers(a: Offer, b: Offer) -> Offer:
-    """Return what consecutive ranks state together.
-
-    Args:
-        a: of some ranks.
-        b: of the next ones.
-    """
+    """Return what consecutive ranks state together."""
     return Offer(
         options={**b.options, **a.options},
         stated=_merged(a.stated, b.stated, _adjoined),
@@ -224,12 +208,7 @@ def merge_offers(a: Offer, b: Offer) -> Offer:
 
 
 def merge_more(a: More, b: More) -> More:
-    """Return what consecutive ranks answer together.
-
-    Args:
-        a: of some ranks.
-        b: of the next ones.
-    """
+    """Return what consecutive ranks answer together."""
     return More({**b.sent, **a.sent}, _merged(a.sums, b.sums, _distinct))
 
 

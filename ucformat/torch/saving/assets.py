@@ -16,20 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from os import PathLike
 
-__all__ = ["assets_of"]
-
 
 def assets_of(state: Mapping[str, Any], folder: str | PathLike[str] | None, form: str) -> dict[str, bytes]:
     """The configuration of the model in a state, and the files of a folder, which take precedence.
 
     Args:
-        state: of the training program.
         folder: with `config.json`, tokenizer and similar files (None: there is none).
-        form: of the checkpoint.
-
-    Raises:
-        UsageError: the folder has no such file.
-        UnsupportedError: in the safetensors form, PEFT has wrapped the model.
     """
     models = [found for value in state.values() if (found := _model(value)) is not None]
     if form == "safetensors" and any(map(_adapters, models)):

@@ -14,8 +14,8 @@ from ucformat.format.described import ALIGNMENT
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.reading.readable import StatePath as Path
 from ucformat.schema.tensors import TensorDoc, TensorTable
-from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
@@ -23,21 +23,6 @@ if TYPE_CHECKING:
 
     from ucformat.format.chunking import Grid
     from ucformat.format.described import Described
-
-__all__ = [
-    "Fragment",
-    "GlobalPlan",
-    "GlobalTensor",
-    "ShardBatch",
-    "ShardTask",
-    "Transfer",
-    "WriteItem",
-    "WritePlan",
-    "assign_pieces",
-    "assign_shards",
-    "merge_items",
-    "table_of",
-]
 
 #: Small shards of one rank are batched up to this many bytes; each sender sends one message per batch.
 BATCH_BYTES = 32 << 20
@@ -90,11 +75,7 @@ class ShardBatch:
     shards: tuple[ShardTask, ...]
 
     def sent_by(self, rank: int) -> list[Fragment]:
-        """Return the fragments that a rank sends for this batch, in the order of the message.
-
-        Args:
-            rank: the sender.
-        """
+        """Return the fragments that a rank sends for this batch, in the order of the message."""
         return [f for s in self.shards for f in s.fragments if f.sender == rank]
 
 
@@ -117,8 +98,6 @@ class GlobalPlan:
     Attributes:
         infos: all tensors, those that are described first.
         paths: of each tensor, in the form of manifests.
-        tensors: those whose boxes were listed.
-        items: of each rank, likewise.
         pieces: the (item, piece) of these that each rank writes, in the packed form.
         begins: in the packed form, the bytes that precede them in each rank's file.
         described: the described tensors, in the packed form.
@@ -155,11 +134,7 @@ class WritePlan:
     folders: Mapping[Key, str] | None = None
 
     def nbytes(self, items: Sequence[WriteItem]) -> int:
-        """Return the bytes of the rank's file in the packed form.
-
-        Args:
-            items: of the rank.
-        """
+        """Return the bytes of the rank's file in the packed form."""
         end = 0
         for number, piece in self.pieces:
             info = items[number].info
@@ -169,14 +144,7 @@ class WritePlan:
     def followed_by(
         self, listed: WritePlan, numbers: Sequence[int], rank: int, folder: Callable[[Key], str]
     ) -> WritePlan:
-        """Return this part, which follows from descriptions, and after it one that was dealt from lists.
-
-        Args:
-            listed: the other part.
-            numbers: of the rank's items to which it refers.
-            rank: the rank.
-            folder: returns the folder of an array.
-        """
+        """Return this part, which follows from descriptions, and after it one that was dealt from lists."""
         before = len(self.infos)
 
         def own(f: Fragment) -> Fragment:
@@ -196,25 +164,12 @@ class WritePlan:
 
 
 def table_of(infos: Sequence[TensorInfo], paths: Sequence[tuple[tuple[str | int, ...], ...]]) -> TensorTable:
-    """Return the tensors of a packed checkpoint as in the manifest.
-
-    Args:
-        infos: the tensors.
-        paths: of each tensor, in the form of manifests.
-    """
+    """Return the tensors of a packed checkpoint as in the manifest."""
     return TensorTable.of(TensorDoc(*i.key, i.dtype, i.shape, at=at) for i, at in zip(infos, paths, strict=True))
 
 
 def merge_items(items: Sequence[Sequence[WriteItem]]) -> list[GlobalTensor]:
-    """Merge the items of all ranks to tensors, in the order of rank 0, then of further ranks.
-
-    Args:
-        items: of each rank.
-
-    Raises:
-        UsageError: a tensor has different dtypes or shapes on two ranks, or a rank lists it twice.
-        CoverageError: no rank holds some part of a tensor, or ranks hold boxes that overlap without being equal.
-    """
+    """Merge the items of all ranks to tensors, in the order of rank 0, then of further ranks."""
     found: dict[Key, GlobalTensor] = {}
     first: dict[Key, int] = {}
     for rank, listed in enumerate(items):
@@ -248,10 +203,6 @@ def merge_items(items: Sequence[Sequence[WriteItem]]) -> list[GlobalTensor]:
 def assign_pieces(tensors: Sequence[GlobalTensor], ranks: int) -> list[list[tuple[int, int]]]:
     """Assign pieces to ranks for the packed form: each box once, balanced over its replicas by bytes.
 
-    Args:
-        tensors: of the checkpoint.
-        ranks: number of ranks.
-
     Returns:
         the (item, piece) that each rank writes, in the order of its items.
     """
@@ -273,11 +224,6 @@ def assign_shards(
     Each shard is assigned to the rank that would finish first, counting the bytes that it writes and receives, so that
     ranks that hold most of a shard are preferred. Each byte is sent at most once; fragments that the owner holds are
     not sent. All ranks send in the order of batch numbers, so there are no deadlocks.
-
-    Args:
-        tensors: of the checkpoint.
-        ranks: number of ranks.
-        grids: of each tensor.
 
     Returns:
         the batches that each rank writes, and the messages that it sends, both in order.

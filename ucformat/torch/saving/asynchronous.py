@@ -79,10 +79,6 @@ def background_writer(ranks: Group, in_flight: int) -> Iterator[BackgroundWriter
     Saves of several threads begin one after another, in the same order on all ranks. If one rank has lost its process,
     all ranks start new ones, and an error of an earlier save is raised on all: all this takes one collective. The
     processes of groups that do not exist any more are closed.
-
-    Args:
-        ranks: the group.
-        in_flight: how many saves may be in flight at once.
     """
     turns: _Turns = ranks.cache.setdefault("turns", _Turns()) if ranks.size > 1 else _single_process
     for key, old in list(writers.items()):
@@ -200,16 +196,7 @@ def async_save_local(
     timeout: float = TIMEOUT,
     in_flight: int = 1,
 ) -> SaveHandle:
-    """Save the local state of this rank in the background; see `async_save`.
-
-    Args:
-        state: of this rank, collected from any engine.
-        options: of the save, the same on all ranks.
-        metadata: of the checkpoint, the same on all ranks.
-        group: as for `save`.
-        timeout: as for `save`.
-        in_flight: as for `async_save`.
-    """
+    """Save the local state of this rank in the background; see `async_save`."""
     begun = time.monotonic()
     with (
         group_for_call(group, timeout, "async_save", options.url) as ranks,

@@ -99,12 +99,7 @@ class SaveHandle:
 
 
 def set_outcome(handle: SaveHandle, outcome: Saved | BaseException) -> None:
-    """Set the outcome of a save, unless it has one.
-
-    Args:
-        handle: of the save.
-        outcome: the checkpoint, or the error.
-    """
+    """Set the outcome of a save, unless it has one."""
     with suppress(InvalidStateError):
         if isinstance(outcome, Saved):
             handle._done.set_result(outcome)  # noqa: SLF001 - not for users
@@ -113,11 +108,7 @@ def set_outcome(handle: SaveHandle, outcome: Saved | BaseException) -> None:
 
 
 def wait_until_done(handle: SaveHandle) -> None:
-    """Wait until a save has ended, without raising its error.
-
-    Args:
-        handle: of the save.
-    """
+    """Wait until a save has ended, without raising its error."""
     handle._done.exception()  # noqa: SLF001
 
 
@@ -166,11 +157,7 @@ class BackgroundWriter:
         return self._intact and self._process.poll() is None
 
     def make_room(self, in_flight: int) -> None:
-        """Wait until fewer saves are in flight; raises the error of an earlier save that was not retrieved.
-
-        Args:
-            in_flight: the number of saves to get below.
-        """
+        """Wait until fewer saves are in flight; raises the error of an earlier save that was not retrieved."""
         self.wait_for_room(in_flight)
         for number, (handle, _) in list(self._handles.items()):
             if handle.done:
@@ -180,23 +167,12 @@ class BackgroundWriter:
                     raise error
 
     def wait_for_room(self, in_flight: int) -> None:
-        """Wait until fewer saves are in flight.
-
-        Args:
-            in_flight: the number of saves to get below.
-        """
+        """Wait until fewer saves are in flight."""
         while len(running := [h for h, _ in list(self._handles.values()) if not h.done]) >= max(1, in_flight):
             wait_until_done(running[0])
 
     def save(self, state: LocalState, options: SaveOptions, metadata: SaveMetadata, begun: float) -> SaveHandle:
-        """Stage a state, and start to write it; an error here too is raised on all ranks, by their handles.
-
-        Args:
-            state: of this rank.
-            options: of the save.
-            metadata: of the checkpoint.
-            begun: when the training began to wait, on the monotonic clock.
-        """
+        """Stage a state, and start to write it; an error here too is raised on all ranks, by their handles."""
         handle = SaveHandle(options.url, 0.0)
         self._count += 1
         self._handles[self._count] = (handle, -1)
@@ -346,11 +322,7 @@ writers: dict[Links | None, BackgroundWriter] = {}
 
 
 def close_writer(writer: BackgroundWriter) -> None:
-    """Wait for the saves of a writer, and end its process.
-
-    Args:
-        writer: one of `writers`.
-    """
+    """Wait for the saves of a writer, and end its process."""
     for key in [k for k, w in writers.items() if w is writer]:
         del writers[key]
     writer.close()

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.sources.dcp.names import Path
+    from ucformat.reading.readable import StatePath as Path
     from ucformat.torch.saving.assignment import GlobalTensor, WriteItem
     from ucformat.torch.saving.statement import Row
     from ucformat.torch.state.elements import Elements
-
-__all__ = ["check_replicas", "checksums", "manifest_paths", "object_owners", "paths_by_key"]
 
 _DIFFERS = (
     'save per-rank values as ucformat.torch.PerRank(value), or pass replicas="first" to save that of the first rank'
@@ -44,10 +42,6 @@ def checksums(items: Sequence[WriteItem], elements: Callable[[int, int], Element
     """Return a checksum of each piece of each item, by which replicas are compared.
 
     Of a large tensor that a rank holds whole it is that of some samples; of other large pieces it is 0.
-
-    Args:
-        items: what a rank holds.
-        elements: returns the array of an (item, piece).
     """
 
     def of(number: int, piece: int, box: Box) -> int:
@@ -69,16 +63,7 @@ def _sum_of_samples(elements: Elements) -> int:
 def check_replicas(
     tensors: Sequence[GlobalTensor], items: Sequence[Sequence[WriteItem]], found: Sequence[NDArray[np.uint32]]
 ) -> None:
-    """Check that the replicas of each box have equal checksums.
-
-    Args:
-        tensors: of the checkpoint.
-        items: of each rank.
-        found: the checksums of each rank's pieces, of one item after another.
-
-    Raises:
-        UsageError: they differ.
-    """
+    """Check that the replicas of each box have equal checksums."""
     starts = [np.cumsum([0, *(len(c.boxes) for c in of_rank)]) for of_rank in items]
     for tensor in tensors:
         for holders in tensor.holders.values():
@@ -99,9 +84,6 @@ def object_owners(objects: Iterable[tuple[int, Mapping[str, str]]], *, equal: bo
     Args:
         objects: ranks, ascending, and the digests of their objects by name.
         equal: whether all digests of an object must be equal.
-
-    Raises:
-        UsageError: they are not.
     """
     first: dict[str, tuple[int, str]] = {}
     for rank, digests in objects:
@@ -117,27 +99,14 @@ def object_owners(objects: Iterable[tuple[int, Mapping[str, str]]], *, equal: bo
 def manifest_paths(
     infos: Sequence[TensorInfo], by_key: Mapping[Key, Sequence[Path]]
 ) -> tuple[tuple[tuple[str | int, ...], ...], ...]:
-    """Return the paths of each tensor in the form of manifests.
-
-    Args:
-        infos: the tensors.
-        by_key: the paths of each, as from `paths_by_key`.
-    """
+    """Return the paths of each tensor in the form of manifests."""
     return tuple(tuple(tuple(path_to_json(p)) for p in by_key.get(i.key, ())) for i in infos)
 
 
 def paths_by_key(
     items: Iterable[tuple[int, Sequence[WriteItem | Row]]], aliases: Mapping[str, str]
 ) -> dict[Key, list[Path]]:
-    """Return the paths of each tensor on any rank.
-
-    Args:
-        items: ranks, and what they hold.
-        aliases: tied names, and the names under which these are stored.
-
-    Raises:
-        UsageError: two ranks give one path different names.
-    """
+    """Return the paths of each tensor on any rank."""
     first: dict[Path, tuple[Key, int]] = {}
     out: dict[Key, list[Path]] = {}
     for rank, listed in items:

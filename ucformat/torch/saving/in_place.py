@@ -47,17 +47,6 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.options import SaveOptions
     from ucformat.torch.state.elements import Elements
 
-__all__ = [
-    "InPlace",
-    "WrittenParts",
-    "abort_uploads",
-    "block_crcs",
-    "complete_uploads",
-    "plan_in_place",
-    "split",
-    "write_in_place",
-]
-
 _SENT_AT_ONCE = 4  # parts of uploads
 
 
@@ -67,10 +56,7 @@ class InPlace(NamedTuple):
     Attributes:
         held: what this rank holds of them.
         pieces: the (item, piece) that it writes itself.
-        files: the files of all ranks.
         exchanged: what it writes and sends of other weights.
-        infos: all weights.
-        way: how the files are written.
         uploads: the id of each file's upload, if they are written in parts.
         plan: of all ranks, on rank 0.
     """
@@ -119,11 +105,8 @@ class _Known(NamedTuple):
     """The plan of a save, for the next one.
 
     Attributes:
-        told: what rank 0 has told.
         own: the weights that are not exchanged.
-        planner: of the other ones.
         provided: what this rank provides of these.
-        plan: of this rank.
     """
 
     told: tuple[object, ...]
@@ -134,11 +117,7 @@ class _Known(NamedTuple):
 
 
 def split(held: Held) -> tuple[Held, Held]:
-    """What a rank holds of weights, and everything else.
-
-    Args:
-        held: what it saves.
-    """
+    """What a rank holds of weights, and everything else."""
     chosen = {info.key for info in weights_of(item.info for item in held.items)}
     numbers: tuple[list[int], list[int]] = ([], [])
     for number, item in enumerate(held.items):
@@ -149,20 +128,7 @@ def split(held: Held) -> tuple[Held, Held]:
 def plan_in_place(
     group: Group, options: SaveOptions, store: Store, weights: Held, others: GlobalPlan | None, attempt: Attempt | None
 ) -> InPlace:
-    """Plan the files of the weights; all ranks call this together, after the plan of everything else.
-
-    Args:
-        group: the ranks.
-        options: of the save.
-        store: of the checkpoint.
-        weights: what this rank holds of them.
-        others: on rank 0, the plan of everything else.
-        attempt: on rank 0, the attempt.
-
-    Raises:
-        UsageError: there are no weights, or ranks disagree on what is one.
-        UnsupportedError: safetensors has no such dtype or name.
-    """
+    """Plan the files of the weights; all ranks call this together, after the plan of everything else."""
     part = group.for_call(group.call)
     part.cache = group.cache.setdefault("weights", {})
     assignment, _, plan = plan_save(part, replace(options, form="packed"), store, weights, attempt)
@@ -244,15 +210,7 @@ def _planned(
 def write_in_place(
     store: Store, weights: InPlace, group: Group, progress: Callable[[int], None], threads: int = 1
 ) -> WrittenParts:
-    """Write this rank's part of the files; on a file system rank 0 also writes their headers, and the index.
-
-    Args:
-        store: of the checkpoint.
-        weights: the plan.
-        group: the ranks.
-        progress: called with the bytes of each write.
-        threads: how many threads write parts of files on a file system.
-    """
+    """Write this rank's part of the files; on a file system rank 0 also writes their headers, and the index."""
     files, (parts, batches, messages) = weights.files, weights.exchanged
     targets = [(file.key, file.nbytes) for file in files.files]
     fixed = {block.number: block for block in files.fixed}
@@ -329,15 +287,7 @@ def _zeros(nbytes: int) -> int:
 
 
 def block_crcs(files: WeightFiles, sums: bytes) -> NDArray[np.uint32]:
-    """The CRC-32C of all blocks.
-
-    Args:
-        files: the files.
-        sums: of all ranks, as in `WrittenParts`.
-
-    Raises:
-        IntegrityError: bytes of a block were written by no rank.
-    """
+    """The CRC-32C of all blocks."""
     number, nbytes, part = np.frombuffer(sums, "<u4").reshape(-1, 3).T
     sizes = np.concatenate([files.block_sizes(file) for file in range(len(files.files))])
     written, crcs = np.zeros(files.count, np.int64), np.zeros(files.count, np.uint32)
@@ -352,16 +302,7 @@ def block_crcs(files: WeightFiles, sums: bytes) -> NDArray[np.uint32]:
 
 
 def complete_uploads(store: Store, weights: InPlace, etags: Sequence[tuple[int, int, str]]) -> None:
-    """Make the files visible that were written in parts of uploads, if any; rank 0 calls this before the commit.
-
-    Args:
-        store: of the checkpoint.
-        weights: the plan.
-        etags: of all parts, as in `WrittenParts`.
-
-    Raises:
-        UcformatError: an upload was not completed.
-    """
+    """Make the files visible that were written in parts of uploads, if any; rank 0 calls this before the commit."""
     found = {(file, part): tag for file, part, tag in etags}
     _, uploads = way_of(store) if weights.uploads else (None, None)
     tags: list[list[str]] = [[] for _ in weights.uploads]
@@ -373,12 +314,7 @@ def complete_uploads(store: Store, weights: InPlace, etags: Sequence[tuple[int, 
 
 
 def abort_uploads(store: Store, weights: InPlace) -> None:
-    """Discard the uploads of a save that failed, if there are any.
-
-    Args:
-        store: of the checkpoint.
-        weights: the plan.
-    """
+    """Discard the uploads of a save that failed, if there are any."""
     _abort(store, [(f.key, upload) for f, upload in zip(weights.files.files, weights.uploads, strict=False)])
 
 

@@ -11,8 +11,6 @@ from ucformat.schema.manifest import LaunchDoc, LineageDoc
 if TYPE_CHECKING:
     from ucformat.torch.loading.load import LoadReport
 
-__all__ = ["Launch"]
-
 
 class Launch:
     """A training from its start, or from a load, to its end; its id counts on rank 0, which writes manifests.

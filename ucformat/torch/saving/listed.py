@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ucformat.format.commit import Attempt
     from ucformat.torch.comm.group import Group
 
-__all__ = ["Dealt", "plan_listed"]
-
 _Items = tuple[WriteItem, ...]
 
 
@@ -87,19 +85,9 @@ def plan_listed(
     """Plan the writing of tensors whose boxes are listed, and begin the attempt; all ranks call this together.
 
     Args:
-        group: the ranks.
-        options: of the save.
-        start: begins the attempt, on rank 0.
-        items: what this rank holds of these tensors.
-        sums: the checksums of each item's pieces.
-        aliases: tied names.
-        digests: of the objects that this rank could provide.
         begin_at: in the packed form, the bytes that precede these items in this rank's file.
-        described: on rank 0, the plan of the tensors that are described.
 
     Raises:
-        UsageError: options, a tensor's dtype or shape, or replicas differ between ranks.
-        CoverageError: no rank holds some part of a tensor.
         Conflict: a checkpoint exists, and is not to be replaced or is protected.
     """
     with group.sharing_errors():

@@ -26,6 +26,7 @@ from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.jobs.weight_files import put_assets
 from ucformat.reading.garbage import gc_paused
 from ucformat.reading.readable import PART_OF, Place, path_to_json
+from ucformat.reading.readable import StatePath as Path
 from ucformat.schema.limits import MAX_DEPTH, MAX_INTEGER, MOST_COMMITS
 from ucformat.schema.manifest import (
     GroupDoc,
@@ -36,7 +37,6 @@ from ucformat.schema.manifest import (
     WriterDoc,
 )
 from ucformat.schema.tensors import TensorDoc, TensorTable
-from ucformat.sources.dcp.names import Path
 from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.saving.in_place import WrittenParts, block_crcs
 from ucformat.torch.saving.rank_values import RankValues
@@ -53,20 +53,6 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.in_place import InPlace
     from ucformat.torch.saving.options import SaveOptions
     from ucformat.torch.state.local import LocalState
-
-__all__ = [
-    "RankReport",
-    "SaveMetadata",
-    "StateInfo",
-    "WriteReport",
-    "manifest_of",
-    "merge_reports",
-    "numbered_mesh",
-    "slowest",
-    "state_info",
-    "write_report",
-]
-
 
 _LISTED = 64  # ranks that a manifest lists, at most, so that it does not grow with ranks
 
@@ -106,18 +92,7 @@ class SaveMetadata:
         assets: Mapping[str, bytes] | None = None,
         launch: LaunchDoc | None = None,
     ) -> SaveMetadata:
-        """Create it from arguments of `save`.
-
-        Args:
-            step: the training step.
-            run: name of the training run.
-            metrics: numbers to record.
-            config: configuration of the training.
-            lineage: the checkpoints that this one was derived from.
-            after: the greatest known commit count of the run.
-            assets: files to store, by name.
-            launch: that of the training.
-        """
+        """Create it from arguments of `save`."""
         about = {"run": run, "config": dict(config or {}), "metrics": dict(metrics or {})}
         check_values(about, "the checkpoint", MAX_DEPTH + 1)
         if step is not None and abs(step) > MAX_INTEGER:
@@ -159,10 +134,8 @@ def state_info(
     """Return a local state without its memory.
 
     Args:
-        state: of this rank.
         members: the rank among all ranks of each rank that takes part (None: all take part).
         tensors: the tensors with the pieces that describe them in another memory (None: in the memory of the state).
-        stall: seconds for which training was blocked.
     """
     numbers: dict[Distribution | None, int] = {None: -1}
     for t in state.tensors:
@@ -219,9 +192,7 @@ class WriteReport:
 
     Attributes:
         leaves: of the Zarr form: digests of chunks.
-        objects: those that these ranks provide.
         states: what is the same on several ranks, by its digest.
-        ranks: what is not.
         values: those that each rank has as its own.
         parts: of the safetensors form: parts of files.
     """
@@ -244,18 +215,7 @@ def write_report(
     stall: float,
     parts: WrittenParts = WrittenParts(),  # noqa: B008 - it is immutable
 ) -> WriteReport:
-    """Return the report of one rank.
-
-    Args:
-        rank: the rank.
-        state: what it saves.
-        leaves: of the Zarr form: digests of the chunks that it wrote.
-        objects: those that it provides.
-        nbytes: bytes that it wrote.
-        seconds: that writing took.
-        stall: seconds for which training was blocked.
-        parts: of the safetensors form: the parts of files that it wrote.
-    """
+    """Return the report of one rank."""
     shared = StateInfo(
         (), {}, {}, state.groups, state.aliases, state.layout, state.engine, places=state.places
     )  # without what the plan or rank 0 has anyway
@@ -265,12 +225,7 @@ def write_report(
 
 
 def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
-    """Return what the ranks of two reports report together.
-
-    Args:
-        a: of some consecutive ranks.
-        b: of those that follow.
-    """
+    """Return what the ranks of two reports report together."""
     return WriteReport(
         [*a.leaves, *b.leaves],
         {**a.objects, **b.objects},
@@ -292,22 +247,7 @@ def manifest_of(
     weights: InPlace | None = None,
     small: GlobalPlan | None = None,
 ) -> Manifest:
-    """Write the sidecar and the objects, and return the manifest; all other files must be durable.
-
-    Args:
-        store: of the checkpoint.
-        options: of the save.
-        metadata: of the checkpoint.
-        attempt: under which the files were written.
-        plan: of all ranks.
-        arrays: all of the Zarr form.
-        written: the report of all ranks.
-        weights: of the safetensors form, those that are no arrays.
-        small: of the small tensors, if they are packed beside arrays.
-
-    Raises:
-        UsageError: what is one tensor for some ranks are several for others.
-    """
+    """Write the sidecar and the objects, and return the manifest; all other files must be durable."""
     data, sidecar, grid = f"data/{attempt.id}", None, None
     if options.form == "packed":
         sidecar = sidecar_of(plan, data)
@@ -405,11 +345,7 @@ def _per_rank(store: Store, folder: str, values: RankValues, ranks: int) -> PerR
 
 
 def slowest(ranks: Sequence[RankReport]) -> list[RankReport]:
-    """Return the ranks that the manifest lists: those that wrote longest, in order.
-
-    Args:
-        ranks: all ranks, in order.
-    """
+    """Return the ranks that the manifest lists: those that wrote longest, in order."""
     return sorted(sorted(ranks, key=lambda r: -r.seconds)[:_LISTED], key=lambda r: r.rank)
 
 

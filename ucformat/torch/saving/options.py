@@ -15,19 +15,13 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Key, TensorInfo
     from ucformat.torch.state.local import LocalState
 
-__all__ = ["Form", "SaveOptions"]
-
 #: How tensors are stored.
 Form = Literal["zarr", "packed", "safetensors"]
 
 
 @message
 class SaveOptions:
-    """Where and how a checkpoint is written: the arguments of `save` that must be the same on all ranks.
-
-    Raises:
-        UsageError: an argument has a value that `save` does not take.
-    """
+    """Where and how a checkpoint is written: the arguments of `save` that must be the same on all ranks."""
 
     url: str
     form: Form = "zarr"
@@ -47,14 +41,7 @@ class SaveOptions:
                 raise UsageError(f"{name} must be at least 1, not {given}")
 
     def check(self, state: LocalState) -> None:
-        """Check whether a state can be saved with these options.
-
-        Args:
-            state: of this rank.
-
-        Raises:
-            UsageError: the ranks would not compare what they have in common of a wrapper.
-        """
+        """Check whether a state can be saved with these options."""
         sharded = next((t for t in state.tensors if t.sharded_wrapper), None)
         if self.replicas == "first" and sharded is not None:
             raise UsageError(
@@ -68,8 +55,6 @@ class SaveOptions:
         """Return the arrays of tensors in the Zarr form.
 
         Args:
-            infos: the tensors.
-            attempt: under which they are written.
             folders: of the arrays, if these are not all tensors of the checkpoint.
         """
         return lay_out(infos, f"data/{attempt}", self.chunk_bytes, self.shard_bytes, folders)

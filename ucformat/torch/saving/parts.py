@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.weight_files import WeightFiles
 
-__all__ = ["ListedBoxes", "Part", "PartPlan", "PartPlanner", "Providers", "owners_of", "parts_of"]
-
 PART_BYTES = 8 << 20  # an upload takes at least 5 MiB, and a block is at most 1 MiB
 
 
@@ -45,11 +43,8 @@ class Part(NamedTuple):
     """Consecutive blocks of a file.
 
     Attributes:
-        file: the number of the file.
         number: of the part among those of the file.
-        blocks: their numbers.
         begin: the byte of the file at which they begin.
-        nbytes: their bytes.
     """
 
     file: int
@@ -71,8 +66,6 @@ class Providers:
     """Which rank provides each box of a weight; each element is provided by one rank.
 
     Args:
-        infos: the weights.
-        described: those that the ranks can describe, as the sidecar of the packed form has them.
         listed: the boxes of the other ones, which are the last.
     """
 
@@ -83,12 +76,7 @@ class Providers:
         self._rows = {row.tensor: row for row in (found.rows if found else ())}
 
     def of(self, number: int, within: Box) -> list[tuple[Box, int]]:
-        """The boxes that intersect a box of a weight, in order, each with the rank that provides it.
-
-        Args:
-            number: of the weight.
-            within: the box.
-        """
+        """The boxes that intersect a box of a weight, in order, each with the rank that provides it."""
         if number < self._first:
             _, d, writer, _ = self._rows[number]
             held = d.holdings(self._infos[number].shape, within)
@@ -98,11 +86,7 @@ class Providers:
         return sorted((box, rank) for box, rank in found if box.intersect(within) is not None)
 
     def contiguous(self, number: int) -> bool:
-        """Whether each box of a weight is known to be one range of the file.
-
-        Args:
-            number: of the weight.
-        """
+        """Whether each box of a weight is known to be one range of the file."""
         shape = self._infos[number].shape
         if number < self._first:
             first = next((d for d, n in enumerate(shape) if n > 1), 0)
@@ -117,12 +101,7 @@ def _is_range(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def parts_of(files: WeightFiles, chosen: NDArray[np.bool_]) -> list[Part]:
-    """Cut files into parts, of which all but the last of a file have at least 7 MiB if all blocks are chosen.
-
-    Args:
-        files: the files.
-        chosen: for each block, whether it is in a part.
-    """
+    """Cut files into parts, of which all but the last of a file have at least 7 MiB if all blocks are chosen."""
     out: list[Part] = []
     for file, target in enumerate(files.files):
         sizes, numbers, before = files.block_sizes(file), files.numbers(file), len(out)
@@ -142,28 +121,14 @@ def parts_of(files: WeightFiles, chosen: NDArray[np.bool_]) -> list[Part]:
 
 
 def owners_of(parts: Sequence[Part], ranks: int, files: int | None = None) -> NDArray[np.int64]:
-    """The rank that writes each part: consecutive parts are written by one rank, and all ranks write as many.
-
-    Args:
-        parts: the parts.
-        ranks: number of ranks.
-        files: number of files, if all of a file is written by one rank.
-    """
+    """The rank that writes each part: consecutive parts are written by one rank, and all ranks write as many."""
     if files is not None:
         return np.array([part.file for part in parts], np.int64) * ranks // max(files, 1)
     return np.arange(len(parts), dtype=np.int64) * ranks // max(len(parts), 1)
 
 
 class PartPlanner:
-    """Plans what a rank writes and sends.
-
-    Args:
-        files: the files.
-        infos: the weights.
-        providers: who provides what of them.
-        parts: of the files.
-        owners: the rank that writes each, ascending.
-    """
+    """Plans what a rank writes and sends."""
 
     def __init__(
         self,
@@ -182,12 +147,7 @@ class PartPlanner:
         self._number = {info.key: n for n, info in enumerate(infos)}
 
     def plan(self, rank: int, provided: Mapping[tuple[int, Box], tuple[int, int]]) -> PartPlan:
-        """Plan what a rank writes and sends.
-
-        Args:
-            rank: the rank.
-            provided: what it provides of these parts: the number of the weight, and a box; each with its (item, piece).
-        """
+        """Plan what a rank writes and sends."""
         mine, step = np.flatnonzero(self._owners == rank).tolist(), self._together
         tasks = [self._task(number, rank, provided) for number in mine]
         batches = tuple(ShardBatch(tuple(tasks[n : n + step])) for n in range(0, len(tasks), step))

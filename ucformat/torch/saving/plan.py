@@ -33,17 +33,12 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.options import Form, SaveOptions
     from ucformat.torch.state.elements import Elements
 
-__all__ = ["Assignment", "Held", "described_plan", "plan_save", "write_plan"]
-
 
 class Held(NamedTuple):
     """What one rank saves.
 
     Attributes:
-        items: the boxes of each tensor.
         distributions: of each item; None if it is not known.
-        aliases: tied names.
-        objects: as JSON.
         elements: returns the array of an (item, piece).
     """
 
@@ -54,12 +49,7 @@ class Held(NamedTuple):
     elements: Callable[[int, int], Elements]
 
     def part(self, numbers: Sequence[int], objects: Mapping[str, Any]) -> Held:
-        """Return what the rank saves of some items.
-
-        Args:
-            numbers: of the items.
-            objects: those that belong to the part.
-        """
+        """Return what the rank saves of some items."""
         return Held(
             [self.items[n] for n in numbers],
             [self.distributions[n] for n in numbers],
@@ -77,11 +67,7 @@ class Assignment(NamedTuple):
     object_names: frozenset[str]
 
     def arrays(self, options: SaveOptions) -> list[Array]:
-        """Return the arrays of the Zarr form to which this rank's part refers.
-
-        Args:
-            options: of the save.
-        """
+        """Return the arrays of the Zarr form to which this rank's part refers."""
         return options.arrays(self.part.infos, self.attempt, self.part.folders)
 
 
@@ -94,18 +80,12 @@ def plan_save(
     describe.
 
     Args:
-        group: the ranks.
-        options: of the save.
-        store: of the checkpoint.
-        held: what this rank saves.
         attempt: on rank 0, the attempt that this is a part of (None: one is begun).
 
     Returns:
         the assignment of this rank; on rank 0 also the attempt and the plan of all ranks.
 
     Raises:
-        UsageError: options, a tensor's dtype or shape, or replicas differ between ranks.
-        CoverageError: no rank holds some part of a tensor.
         Conflict: a checkpoint exists, and is not to be replaced or is protected.
     """
 
@@ -200,13 +180,7 @@ def _plan_described(
 
 @gc_paused()
 def write_plan(statement: Statement, exceptions: Exceptions, options: SaveOptions) -> WritePlan:
-    """Return the part of one rank, which follows from what it states.
-
-    Args:
-        statement: of the rank.
-        exceptions: from rank 0.
-        options: of the save.
-    """
+    """Return the part of one rank, which follows from what it states."""
     if options.form == "packed":
         return WritePlan(pieces=tuple(statement.pieces(exceptions)))
     infos = tuple(item.info for item in statement.items)
@@ -218,12 +192,7 @@ def write_plan(statement: Statement, exceptions: Exceptions, options: SaveOption
 
 @gc_paused()
 def described_plan(joined: Joined, form: Form) -> GlobalPlan:
-    """Return the plan of described tensors, in the order of rank 0, then of further ranks.
-
-    Args:
-        joined: all descriptions.
-        form: of the checkpoint.
-    """
+    """Return the plan of described tensors, in the order of rank 0, then of further ranks."""
     infos = tuple(w.row.info for _, w in sorted(joined.rows, key=lambda r: r[0]))
     paths = manifest_paths(infos, paths_by_key(((rank, d.rows) for rank, d in joined.stated), {}))
     if form != "packed":

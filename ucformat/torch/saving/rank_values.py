@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Store
 
-__all__ = ["MOST_BYTES", "Ranges", "RankValues"]
-
 #: The most bytes of values that a rank passes on; it receives no more from each of its children.
 MOST_BYTES = 4 << 20
 
@@ -38,7 +36,6 @@ class RankValues:
 
     Attributes:
         names: of the values; a rank need not have each.
-        parts: in the order of ranks.
     """
 
     names: tuple[str, ...]
@@ -46,12 +43,7 @@ class RankValues:
 
     @classmethod
     def of(cls, rank: int, values: Mapping[str, Any]) -> RankValues:
-        """Encode the values of a rank.
-
-        Args:
-            rank: the rank.
-            values: in JSON form, by name.
-        """
+        """Encode the values of a rank."""
         return cls(tuple(values), (Ranges(rank, (encode_range(values),)),))
 
     @property
@@ -61,11 +53,7 @@ class RankValues:
         return sum(map(len, ranges)) if self.names else 0
 
     def merged(self, other: RankValues) -> RankValues:
-        """Put values together.
-
-        Args:
-            other: those of the ranks that follow.
-        """
+        """Put values together."""
         names, parts = tuple(dict.fromkeys((*self.names, *other.names))), [*self.parts]
         for part in other.parts:
             match parts[-1:], part:
@@ -76,12 +64,7 @@ class RankValues:
         return RankValues(names, tuple(parts))
 
     def relieved(self, store: Store, folder: str) -> RankValues:
-        """Return what a rank passes on: if the values are many bytes, they are put in files, and made durable.
-
-        Args:
-            store: the store to write to.
-            folder: the folder of the checkpoint's objects.
-        """
+        """Return what a rank passes on: if the values are many bytes, they are put in files, and made durable."""
         if self.nbytes <= MOST_BYTES:
             return self
         files = self.write(store, folder)
@@ -89,12 +72,7 @@ class RankValues:
         return RankValues(self.names, files)
 
     def write(self, store: Store, folder: str) -> tuple[RangesDoc, ...]:
-        """Write the values that are in no file, and return the files with all of them.
-
-        Args:
-            store: the store to write to.
-            folder: the folder of the checkpoint's objects.
-        """
+        """Write the values that are in no file, and return the files with all of them."""
         return tuple(
             put_ranges(store, folder, part.first, part.ranges) if isinstance(part, Ranges) else part
             for part in self.parts

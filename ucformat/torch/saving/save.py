@@ -91,13 +91,7 @@ def write_checkpoint(
     its files remain as an attempt, which is never visible to readers and is removed by `ucp gc`.
 
     Args:
-        state: of this rank, without its memory.
-        memories: the host memory of each tensor of the state.
-        options: of the save, the same on all ranks.
-        metadata: of the checkpoint, the same on all ranks.
-        group: the ranks.
         progress: called with the bytes of each write that is done.
-        threads: how many threads of this rank write shards of the Zarr form.
     """
     begun = time.monotonic()
     with group.sharing_errors():
@@ -165,8 +159,6 @@ class _Parts(NamedTuple):
 
     Attributes:
         held: what this rank saves as arrays, or in the packed form.
-        assignment: its assignment of that.
-        attempt: on rank 0, the attempt.
         plan: on rank 0, that of all ranks.
         small: small tensors, if they are packed beside arrays.
         in_place: the weights of the safetensors form.
@@ -344,28 +336,13 @@ def save_local(
     group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT,
 ) -> Saved:
-    """Save the local state of this rank; see `save`.
-
-    Args:
-        state: of this rank, collected from any engine.
-        options: of the save, the same on all ranks.
-        metadata: of the checkpoint, the same on all ranks.
-        group: as for `save`.
-        timeout: as for `save`.
-    """
+    """Save the local state of this rank; see `save`."""
     with group_for_call(group, timeout, "save", options.url) as ranks:
         return save_in_group(state, options, metadata, ranks)
 
 
 def save_in_group(state: LocalState, options: SaveOptions, metadata: SaveMetadata, ranks: Group) -> Saved:
-    """Save the local state of this rank, together with the other ranks of a group.
-
-    Args:
-        state: of this rank.
-        options: of the save, the same on all ranks.
-        metadata: of the checkpoint, the same on all ranks.
-        ranks: the group.
-    """
+    """Save the local state of this rank, together with the other ranks of a group."""
     from ucformat.torch.state.memory import copied_to_host
 
     with ranks.sharing_errors():

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.torch.saving.statement import Exceptions, Statement
 
-__all__ = ["plan_shards"]
-
 
 class _Shards(NamedTuple):
     """The shards at one index of the grid, of all rows that one distribution holds in one shape and item size."""
@@ -55,11 +53,6 @@ def plan_shards(
     A shard is written by one of the ranks that hold some of it, balanced by the bytes that they write and receive.
     Of replicas, those with the owner's indices send. All ranks take descriptions in the order of their digests, then
     batches in the order of their numbers, so there are no deadlocks.
-
-    Args:
-        statement: of the rank.
-        exceptions: from rank 0.
-        grids: of each item of the rank.
     """
     batches: list[ShardBatch] = []
     messages: list[Transfer] = []
@@ -151,12 +144,7 @@ def _copies(d: Distribution) -> NDArray[np.int64]:
 
 
 def _deal(rows: dict[tuple[Distribution, Grid], list[int]], size: int) -> _Dealt:
-    """Deal the shards of a description to the coordinates of its mesh, the largest first.
-
-    Args:
-        rows: of each distribution and grid.
-        size: of the mesh.
-    """
+    """Deal the shards of a description to the coordinates of its mesh, the largest first."""
     shards = [
         _Shards(d, grid.shape, found, at, box, box.size * grid.itemsize)
         for (d, grid), found in rows.items()
@@ -192,12 +180,7 @@ def _owners(shards: _Shards, loads: NDArray[np.int64]) -> list[int]:
 
 
 def _batches(owner: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number of the batch of each shard among those of its owner: at most `BATCH_BYTES`, or one shard.
-
-    Args:
-        owner: of each shard.
-        nbytes: of each, descending.
-    """
+    """The number of the batch of each shard among those of its owner: at most `BATCH_BYTES`, or one shard."""
     order = np.argsort(owner, kind="stable")
     sorted_owner, sizes = owner[order], nbytes[order]
     first = np.searchsorted(sorted_owner, sorted_owner)

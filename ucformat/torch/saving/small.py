@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.assignment import GlobalPlan
     from ucformat.torch.saving.options import SaveOptions
 
-__all__ = ["SmallPart", "plan_small", "split_small"]
-
 _HASH_BYTES = 8
 
 
@@ -46,10 +44,6 @@ def split_small(group: Group, held: Held) -> tuple[Held | None, Held]:
 
     All ranks call this together. They tell each other hashes of names, as many as matter, so that it does not depend on
     how the tensors are distributed.
-
-    Args:
-        group: the ranks.
-        held: what the rank saves.
     """
     with group.sharing_errors():
         small = [n for n, item in enumerate(held.items) if limits.is_small(item.info)]
@@ -75,15 +69,7 @@ def _union(a: bytes, b: bytes) -> bytes:
 
 
 def plan_small(group: Group, options: SaveOptions, store: Store, held: Held, attempt: Attempt | None) -> SmallPart:
-    """Plan the packed files of small tensors; all ranks call this together, after the plan of the arrays.
-
-    Args:
-        group: the ranks.
-        options: of the save.
-        store: of the checkpoint.
-        held: what this rank holds of small tensors.
-        attempt: on rank 0, the attempt.
-    """
+    """Plan the packed files of small tensors; all ranks call this together, after the plan of the arrays."""
     part = group.for_call(group.call)
     part.cache = group.cache.setdefault("small", {})
     assignment, _, plan = plan_save(part, replace(options, form="packed"), store, held, attempt)

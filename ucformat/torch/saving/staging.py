@@ -25,19 +25,13 @@ if TYPE_CHECKING:
     from ucformat.torch.state.elements import Memory
     from ucformat.torch.state.local import LocalShard, LocalState
 
-__all__ = ["HostBuffer", "room_for", "stage"]
-
 _ALIGNMENT = 64  # bytes
 _COPY_BYTES = 8 << 20  # that one thread copies at a time
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 class HostBuffer:
-    """Anonymous shared memory, pinned when a tensor on a GPU is first copied to it, for full speed.
-
-    Args:
-        nbytes: the minimum size.
-    """
+    """Anonymous shared memory, pinned when a tensor on a GPU is first copied to it, for full speed."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -48,11 +42,7 @@ class HostBuffer:
         self._refused = False
 
     def pin(self, device: torch.device) -> None:
-        """Pin the memory for all CUDA devices; if the driver refuses, copies are slower.
-
-        Args:
-            device: a CUDA device.
-        """
+        """Pin the memory for all CUDA devices; if the driver refuses, copies are slower."""
         if self._pinned_for is not None or self._refused:
             return
         with torch.cuda.device(device):
@@ -89,11 +79,7 @@ def _clear_error(device: torch.device) -> None:
 
 
 def room_for(state: LocalState) -> int:
-    """Return the size of the buffer that `stage` needs for a state, in bytes.
-
-    Args:
-        state: of this rank.
-    """
+    """Return the size of the buffer that `stage` needs for a state, in bytes."""
     return sum(-(-_nbytes(t) // _ALIGNMENT) * _ALIGNMENT for t in state.tensors)
 
 
@@ -108,11 +94,6 @@ def stage(
 
     Of a tensor on the host the pieces are copied, each in row-major order; of a tensor on a device the whole local
     tensor. Kernels of the training are waited for before, and copies from devices after.
-
-    Args:
-        state: of this rank.
-        buffer: of at least `room_for(state)` bytes.
-        pool: copies tensors on the host.
 
     Returns:
         the tensors with the pieces that describe them in the buffer, and their slots.

@@ -19,7 +19,7 @@ from ucformat.format.described import file_order
 from ucformat.format.distribution import Distribution, RankMesh
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.reading.garbage import gc_paused
-from ucformat.sources.dcp.names import Path
+from ucformat.reading.readable import StatePath as Path
 from ucformat.torch.comm.wire import encode, message
 
 if TYPE_CHECKING:
@@ -29,22 +29,6 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.box import Box
     from ucformat.torch.saving.assignment import WriteItem
-
-__all__ = [
-    "HASHES",
-    "Agreement",
-    "Description",
-    "Exceptions",
-    "Facts",
-    "More",
-    "Offer",
-    "Question",
-    "Row",
-    "Statement",
-    "WrittenRow",
-    "distributions_of",
-    "written_rows",
-]
 
 #: Hashes are below this, so that they fit in a signed integer of 64 bits.
 HASHES = 1 << 62
@@ -58,7 +42,6 @@ class Facts:
     """What ranks state besides descriptions.
 
     Attributes:
-        aliases: tied names.
         objects: the digests of objects, by name.
         order: the numbers of the items of each description, by its digest.
     """
@@ -103,11 +86,7 @@ class Exceptions:
     folders: Mapping[Key, str] = field(default_factory=dict)
 
     def folder(self, key: Key) -> str:
-        """Return the folder of an array, below the attempt's `data` folder.
-
-        Args:
-            key: of the tensor.
-        """
+        """Return the folder of an array, below the attempt's `data` folder."""
         return self.folders.get(key) or own_folder(key)
 
 
@@ -119,7 +98,6 @@ class Agreement:
         attempt: what `begin` has returned; None if ranks have to list boxes: those of `listed`, and describe the other
             tensors again; without `listed`, those of all tensors.
         providers: the rank that provides each object.
-        exceptions: None if there are none.
         listed: tensors that some rank cannot describe, or whose descriptions do not fit each other.
     """
 
@@ -183,10 +161,7 @@ class Statement:
     A distribution is stated only if its boxes on this rank are those of the item.
 
     Args:
-        rank: the rank.
-        items: what it holds.
         distributions: of each item; None if it is not known.
-        facts: of the rank.
         listed: tensors whose boxes all ranks list, so they are not stated.
     """
 
@@ -239,14 +214,7 @@ class Statement:
         facts: Facts,
         listed: frozenset[Key] = frozenset(),
     ) -> bool:
-        """Whether another statement with these arguments would be equal.
-
-        Args:
-            items: as for a new one.
-            distributions: as for a new one.
-            facts: as for a new one.
-            listed: as for a new one.
-        """
+        """Whether another statement with these arguments would be equal."""
         return (self.facts, self.listed, self._distributions, self.items) == (facts, listed, [*distributions], items)
 
     def _keep(self, data: bytes) -> bytes:
@@ -265,8 +233,6 @@ class Statement:
         """What this rank sends to rank 0 first.
 
         Args:
-            options: of the save, as text.
-            sums: the checksums of each item's pieces.
             compared: tensors in several descriptions, as far as ranks know them from the last save.
         """
         found: dict[bytes, Sums] = {
@@ -285,12 +251,7 @@ class Statement:
         )
 
     def more(self, question: Question, sums: Sequence[NDArray[np.uint32]]) -> More:
-        """What this rank answers to a question of rank 0.
-
-        Args:
-            question: the question.
-            sums: the checksums of each item's pieces.
-        """
+        """What this rank answers to a question of rank 0."""
         compared = set(question.compared)
         held = [(i, s) for i, s in zip(self.items, sums, strict=True) if i.info.key in compared] if compared else []
         return More(
@@ -314,11 +275,7 @@ class Statement:
         return total % HASHES
 
     def pieces(self, exceptions: Exceptions) -> list[tuple[int, int]]:
-        """The (item, piece) that this rank writes, in the order of its file.
-
-        Args:
-            exceptions: from rank 0.
-        """
+        """The (item, piece) that this rank writes, in the order of its file."""
         mine: list[tuple[int, WrittenRow]] = []
         for digest, d in self.descriptions.items():
             for found in written_rows(d, digest, exceptions):
@@ -341,13 +298,7 @@ def _replicated(description: Description) -> Iterable[tuple[Distribution, list[i
 
 
 def distributions_of(description: Description, digest: bytes, exceptions: Exceptions) -> tuple[Distribution, ...]:
-    """The distributions of a description; without a mesh one, in which all ranks that state it are replicas.
-
-    Args:
-        description: the description.
-        digest: its digest.
-        exceptions: from rank 0.
-    """
+    """The distributions of a description; without a mesh one, in which all ranks that state it are replicas."""
     if description.mesh is not None:
         return description.distributions
     ranks = [rank for a, b in exceptions.whole[digest] for rank in range(a, b)]
@@ -355,13 +306,7 @@ def distributions_of(description: Description, digest: bytes, exceptions: Except
 
 
 def written_rows(description: Description, digest: bytes, exceptions: Exceptions) -> Iterator[WrittenRow]:
-    """The rows that the ranks of a description write, balanced by bytes over the replicas of each part.
-
-    Args:
-        description: the description.
-        digest: its digest.
-        exceptions: from rank 0.
-    """
+    """The rows that the ranks of a description write, balanced by bytes over the replicas of each part."""
     left_out = set(exceptions.left_out.get(digest, ()))
     distributions = distributions_of(description, digest, exceptions)
     loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # of replicas over these axes: (bytes, replica)

@@ -35,21 +35,6 @@ from ucformat.torch.state.elements import Slots, map_shared
 if TYPE_CHECKING:
     from ucformat.torch.state.elements import Memory
 
-__all__ = [
-    "Command",
-    "Heartbeat",
-    "JobDone",
-    "MapBuffer",
-    "Reply",
-    "SaveJob",
-    "StagingFailed",
-    "UnmapBuffer",
-    "WorkerStart",
-    "main",
-    "prepare_start",
-]
-
-
 _BEATS_PER_TIMEOUT = 8  # heartbeats in the time after which a process without any is considered dead
 
 
@@ -77,9 +62,6 @@ class _Meeting:
 
 def prepare_start(group: Group) -> tuple[WorkerStart, socket.socket | None]:
     """Prepare the connections of the writing processes of all ranks; all ranks call this.
-
-    Args:
-        group: the group of ranks.
 
     Returns:
         what the process of this rank needs, and the socket on which it listens for those of other ranks.

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.assignment import Fragment, GlobalPlan, ShardBatch, ShardTask, Transfer
     from ucformat.torch.state.elements import Elements, Memory
 
-__all__ = ["Leaves", "exchange", "packed_extents", "sidecar_of", "write_packed", "write_shards"]
-
 T = TypeVar("T")
 
 
@@ -63,8 +61,6 @@ def write_packed(
     Large tiles that are row-major in memory are written without a copy; others are copied, as many as fit in 4 MiB.
 
     Args:
-        store: where the file is created.
-        key: of the file.
         parts: what to write, in order: the tensor, the box, and its elements.
         progress: called with the bytes of each tile that is written.
     """
@@ -107,22 +103,12 @@ def write_packed(
 
 
 def sidecar_of(plan: GlobalPlan, folder: str) -> bytes:
-    """Return the encoded sidecar of the packed form.
-
-    Args:
-        plan: of all ranks.
-        folder: the `data` folder of the attempt.
-    """
+    """Return the encoded sidecar of the packed form."""
     return encode_columns(*packed_extents(plan, folder))
 
 
 def packed_extents(plan: GlobalPlan, folder: str) -> tuple[Columns, list[str], Described | None]:
-    """Return the extents of the packed form that are listed, the files that they number, and what is described.
-
-    Args:
-        plan: of all ranks.
-        folder: the `data` folder of the attempt.
-    """
+    """Return the extents of the packed form that are listed, the files that they number, and what is described."""
     described = plan.described and plan.described.in_folder(folder)
     have_files = set(described.ranks.tolist() if described and plan.pieces else ())
     number = {tensor.info.key: n for n, tensor in enumerate(plan.tensors, len(plan.infos) - len(plan.tensors))}
@@ -183,14 +169,7 @@ def write_shards(
     """Write this rank's shards, and send the fragments that other ranks need for theirs.
 
     Args:
-        store: where the shards are written.
-        group: the ranks.
-        arrays: to which batches and messages refer by number.
-        batches: of this rank.
-        messages: what this rank sends, in order.
-        elements: returns the array of a fragment of this rank.
         progress: called with the bytes of each chunk that is filled.
-        threads: how many threads write the shards of a batch.
 
     Returns:
         the digests of the chunks of each shard that was written.
@@ -219,16 +198,7 @@ def exchange(
     receive and send, so that no other rank waits in vain, and raises at the end.
 
     Args:
-        group: the ranks.
-        itemsizes: of the tensors to which batches and messages refer by number.
-        batches: of this rank.
-        messages: what this rank sends, in order.
-        elements: returns the array of a fragment of this rank.
-        write: writes a shard, of whose fragments it gets the arrays.
         threads: how many threads write the shards of a batch (1: they are written in order).
-
-    Returns:
-        what `write` has returned of each shard.
     """
     failures: list[BaseException] = []
     sender = threading.Thread(target=_send_all, args=(group, messages, elements, failures), name="ucformat-send")

@@ -24,27 +24,10 @@ from ucformat.torch.state.subclasses import RECORD, is_subclass, memory_of, own_
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ucformat.sources.dcp.names import Path
+    from ucformat.reading.readable import StatePath as Path
     from ucformat.torch.state.subclasses import Taken
 
     Modules = list[tuple[Path, torch.nn.Module]]
-
-__all__ = [
-    "CollectedState",
-    "GroupOptions",
-    "LiveOptimizer",
-    "NoPlace",
-    "OptimizerGroup",
-    "ValueSlot",
-    "acts_on_load",
-    "are_names",
-    "collect",
-    "collect_made",
-    "inner_key",
-    "is_group",
-    "plain_name",
-    "replace_wrappers",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +107,7 @@ class CollectedState:
 
 
 def collect(state: Mapping[str, Any]) -> CollectedState:
-    """Collect the parts of a training state.
-
-    Args:
-        state: nested mappings (and lists that contain tensors) of tensors, plain values, modules, optimizers of these
-            modules (each of one or several), objects with `state_dict` and `load_state_dict`, and PerRank values.
-
-    Raises:
-        UsageError: an optimizer's parameters are not those of modules of the state, or two entries have one name.
-        UnsupportedError: a module is wrapped in FSDP1.
-    """
+    """Collect the parts of a training state."""
     if not isinstance(state, Mapping):
         raise UsageError(f"a training state is a mapping, not a {type(state).__name__}", hint='{"model": model, …}')
     found = CollectedState(tuple(str(k) for k, v in state.items() if not isinstance(v, torch.Tensor | ShardedTensor)))
@@ -266,21 +240,13 @@ def _mapping(found: CollectedState, path: Path, value: Mapping[Any, Any], module
 
 
 def is_group(group: Any) -> bool:
-    """Check whether a value is an optimizer group with named parameters.
-
-    Args:
-        group: any value.
-    """
+    """Check whether a value is an optimizer group with named parameters."""
     names = group.get("params") if isinstance(group, dict) else None
     return isinstance(names, list) and are_names(names) and all(type(k) is str for k in group)
 
 
 def are_names(params: Any) -> bool:
-    """Check whether a value is a sequence of names.
-
-    Args:
-        params: any value.
-    """
+    """Check whether a value is a sequence of names."""
     return isinstance(params, list | tuple) and all(isinstance(p, str) for p in params)
 
 
@@ -373,11 +339,7 @@ def _setter(holder: Any, key: Any) -> Callable[[Any], None]:
 
 
 class NoPlace:
-    """Refuses to replace a value, whose holder cannot be changed.
-
-    Args:
-        path: of the value.
-    """
+    """Refuses to replace a value, whose holder cannot be changed."""
 
     def __init__(self, path: Path) -> None:
         self.why = f"{dotted(path)} cannot be replaced where it is; use a list or a dictionary"
@@ -510,11 +472,7 @@ def _load_quant_states(module: torch.nn.Module, entries: dict[str, Any]) -> dict
 
 
 def acts_on_load(module: torch.nn.Module) -> bool:
-    """Check whether a module does more in a load than to fill its tensors: it may make others from them.
-
-    Args:
-        module: the module, without those inside.
-    """
+    """Check whether a module does more in a load than to fill its tensors: it may make others from them."""
     if module._load_state_dict_post_hooks:  # noqa: SLF001 - there is no public way to tell
         return True
     return _loads_itself(module)

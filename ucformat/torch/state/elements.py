@@ -31,45 +31,15 @@ if TYPE_CHECKING:
 Slots = tuple[tuple[int, int], ...]
 
 
-__all__ = [
-    "BLOCK_BYTES",
-    "SharedMemory",
-    "SharedRange",
-    "Slots",
-    "blocks_of",
-    "copy_common",
-    "dense_elements",
-    "elements_of",
-    "elements_within",
-    "host_memory",
-    "in_turn",
-    "map_range",
-    "map_shared",
-    "row_major_bytes",
-    "span",
-    "write_shared",
-]
-
-
 def span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Return the bytes from the first element of a strided tensor to the end of the last.
-
-    Args:
-        shape: of the tensor.
-        strides: in elements.
-        itemsize: bytes of an element.
-    """
+    """Return the bytes from the first element of a strided tensor to the end of the last."""
     if 0 in shape:
         return 0
     return (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * itemsize
 
 
 def host_memory(tensor: torch.Tensor) -> Memory:
-    """Return all bytes that a tensor on the host spans, from its first element, without a copy.
-
-    Args:
-        tensor: on the host; it is kept alive.
-    """
+    """Return all bytes that a tensor on the host spans, from its first element, without a copy."""
     nbytes = span(tensor.shape, tensor.stride(), tensor.element_size())
     if not nbytes:
         return np.empty(0, np.uint8)
@@ -88,36 +58,18 @@ _UNITS = {n: np.dtype(f"V{n}") if n > 8 else np.dtype(f"u{n}") for n in (1, 2, 4
 
 
 def elements_of(piece: Piece, memory: Memory, itemsize: int) -> Elements:
-    """Return a piece as an array of elements of an untyped dtype.
-
-    Args:
-        piece: the piece.
-        memory: the host memory of its tensor, which the array shares.
-        itemsize: bytes of an element.
-    """
+    """Return a piece as an array of elements of an untyped dtype."""
     strides = tuple(s * itemsize for s in piece.strides)
     return np.ndarray(piece.box.shape, _UNITS[itemsize], memory, piece.offset * itemsize, strides)
 
 
 def dense_elements(shape: tuple[int, ...], memory: Memory, itemsize: int) -> Elements:
-    """Return the row-major array of elements at the beginning of a memory.
-
-    Args:
-        shape: of the array.
-        memory: which the array shares.
-        itemsize: bytes of an element.
-    """
+    """Return the row-major array of elements at the beginning of a memory."""
     return np.ndarray(shape, _UNITS[itemsize], memory)
 
 
 def elements_within(elements: Elements, of: Box, box: Box) -> Elements:
-    """Return the part of an array for a box, a view.
-
-    Args:
-        elements: the array.
-        of: the box of the whole array.
-        box: the wanted box, inside `of`.
-    """
+    """Return the part of an array for a box, a view."""
     index: tuple[Any, ...] = tuple(
         slice(a - b, a - b + n) for a, b, n in zip(box.start, of.start, box.shape, strict=True)
     )
@@ -125,36 +77,19 @@ def elements_within(elements: Elements, of: Box, box: Box) -> Elements:
 
 
 def row_major_bytes(elements: Elements) -> Memory:
-    """Return the bytes of an array in row-major order: a view if it is contiguous, else a copy.
-
-    Args:
-        elements: the array.
-    """
+    """Return the bytes of an array in row-major order: a view if it is contiguous, else a copy."""
     return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
 
 
 def copy_common(source: Elements, source_box: Box, target: Elements, target_box: Box) -> None:
-    """Copy the elements that two boxes have in common.
-
-    Args:
-        source: the array to copy from.
-        source_box: its box.
-        target: the array to copy to.
-        target_box: its box.
-    """
+    """Copy the elements that two boxes have in common."""
     common = source_box.intersect(target_box)
     if common is not None:
         copy(elements_within(target, target_box, common), elements_within(source, source_box, common))
 
 
 def blocks_of(box: Box, itemsize: int, most: int = BLOCK_BYTES) -> Sequence[Box]:
-    """Split a box into blocks that are consecutive in its row-major order.
-
-    Args:
-        box: the box.
-        itemsize: bytes of an element.
-        most: the maximum size of a block in bytes.
-    """
+    """Split a box into blocks that are consecutive in its row-major order."""
     if box.size * itemsize <= most or not box.shape:
         return [box] if box.size else []
     row = box.size // box.shape[0] * itemsize
@@ -172,12 +107,7 @@ def blocks_of(box: Box, itemsize: int, most: int = BLOCK_BYTES) -> Sequence[Box]
 
 
 def map_shared(fd: int, nbytes: int) -> Memory:
-    """Map shared memory.
-
-    Args:
-        fd: its file descriptor (-1: new private memory).
-        nbytes: its size.
-    """
+    """Map shared memory."""
     return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
 
 
@@ -189,13 +119,8 @@ class SharedMemory:
 
     Its size never changes, so a process that maps it is not killed by another that truncates it.
 
-    Args:
-        nbytes: its size.
-
     Attributes:
-        memory: its bytes.
         fd: its file descriptor; -1 if it is private.
-        name: a random name.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -213,12 +138,7 @@ class SharedMemory:
         self.memory = map_shared(self.fd, nbytes)
 
     def range(self, start: int, stop: int) -> SharedRange:
-        """Return what another process needs to use a part of the memory; it has no process if the memory is private.
-
-        Args:
-            start: the first byte.
-            stop: the byte after the last.
-        """
+        """Return what another process needs to use a part of the memory; it has no process if the memory is private."""
         return SharedRange(os.getpid() if self.fd >= 0 else 0, self.fd, start, stop - start, self.name)
 
     def close(self) -> None:
@@ -260,10 +180,6 @@ def _opened(target: SharedRange) -> Iterator[int | None]:
 def write_shared(target: SharedRange, parts: Sequence[memoryview]) -> bool:
     """Write to the shared memory of another process of this host.
 
-    Args:
-        target: the range to fill.
-        parts: the bytes, as many as the range has.
-
     Returns:
         whether this process may write there; if not, nothing is written, or only a part.
     """
@@ -275,11 +191,7 @@ def write_shared(target: SharedRange, parts: Sequence[memoryview]) -> bool:
 
 
 def map_range(target: SharedRange) -> Memory | None:
-    """Map the shared memory of another process of this host; None if this process may not.
-
-    Args:
-        target: the range, from the beginning of the memory.
-    """
+    """Map the shared memory of another process of this host; None if this process may not."""
     with suppress(OSError), _opened(target) as fd:
         if fd is not None and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             return map_shared(fd, target.nbytes) if os.fstat(fd).st_size >= target.nbytes else None
@@ -290,11 +202,7 @@ def in_turn(parts: Sequence[memoryview], act: Callable[[list[memoryview], int], 
     """Pass buffers to a function like `os.writev` until it has used them all.
 
     Args:
-        parts: the buffers, of bytes.
         act: called with the buffers that are left, at most 1,024, and the bytes used so far; returns how many it used.
-
-    Returns:
-        the bytes used.
     """
     done = first = 0
     left = list(parts)

@@ -17,9 +17,8 @@ from ucformat.format.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.box import row_major
 from ucformat.geometry.local import Dim, Run, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
-from ucformat.reading.readable import Place
+from ucformat.reading.readable import Place, json_key
 from ucformat.sources.dcp.names import GROUPS, dotted
-from ucformat.sources.values import json_key
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.memory import dtype_name, synchronize
 from ucformat.torch.state.objects import encode
@@ -31,24 +30,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ucformat.sources.dcp.names import Path
+    from ucformat.reading.readable import StatePath as Path
     from ucformat.torch.state.collect import CollectedState
-
-__all__ = [
-    "LocalShard",
-    "LocalState",
-    "groups_of",
-    "local_of",
-    "local_state",
-    "locals_of",
-    "mesh_of",
-    "paths_of",
-    "pieces_in",
-    "places_of",
-    "records_of",
-    "tied_names",
-    "without_ties",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +84,7 @@ class LocalState:
 
 
 def pieces_in(tensor: torch.Tensor, dims: Sequence[Dim]) -> tuple[Piece, ...]:
-    """Return the pieces of a local tensor.
-
-    Args:
-        tensor: the local tensor.
-        dims: the parts of the global dims that each of its dims holds.
-    """
+    """Return the pieces of a local tensor."""
     pieces, _ = pieces_of(tuple(dims))
     shape = tuple(d.size for d in dims)
     dense = row_major(shape)
@@ -125,17 +103,7 @@ def _strided(offset: int, dense: Sequence[int], shape: Sequence[int], strides: S
 
 
 def local_of(name: str, state: str, tensor: torch.Tensor | InnerTensor) -> LocalShard:
-    """Return the part of a tensor that this rank holds: the local shard of a DTensor, all of a plain tensor.
-
-    Args:
-        name: of the tensor.
-        state: of the tensor (`weight`, `exp_avg`, …).
-        tensor: a plain tensor, DTensor or ShardedTensor.
-
-    Raises:
-        LayoutError: the local shape does not follow from the placements, or a placement is partial.
-        UsageError: the memory or the dtype of the tensor cannot be stored, or there are several local shards.
-    """
+    """Return the part of a tensor that this rank holds: the local shard of a DTensor, all of a plain tensor."""
     if isinstance(tensor, DTensor):
         return _of_dtensor(name, state, tensor)
     if isinstance(tensor, InnerTensor):
@@ -148,11 +116,7 @@ def local_of(name: str, state: str, tensor: torch.Tensor | InnerTensor) -> Local
 
 
 def mesh_of(tensors: Iterable[torch.Tensor | InnerTensor]) -> dict[str, int]:
-    """Return the sizes of the device mesh axes over which tensors are distributed, by name.
-
-    Args:
-        tensors: DTensors and others.
-    """
+    """Return the sizes of the device mesh axes over which tensors are distributed, by name."""
     axes: dict[str, int] = {}
     for value in tensors:
         tensor = value.outer if isinstance(value, InnerTensor) else value
@@ -324,11 +288,7 @@ def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> LocalShard:
 
 
 def local_state(state: Mapping[str, Any]) -> LocalState:
-    """Collect the local state of this rank from a training state.
-
-    Args:
-        state: as for `ucformat.torch.save`.
-    """
+    """Collect the local state of this rank from a training state."""
     found = collect(state)
     aliases, tensors = without_ties(locals_of(found))
     synchronize(t.tensor for t in tensors)  # before values are copied from devices
@@ -351,12 +311,7 @@ def local_state(state: Mapping[str, Any]) -> LocalState:
 
 
 def paths_of(found: CollectedState, aliases: Mapping[str, str]) -> dict[Key, tuple[Path, ...]]:
-    """Return the paths of each tensor, by its stored name and state.
-
-    Args:
-        found: the state.
-        aliases: further names of tied tensors, and their stored names.
-    """
+    """Return the paths of each tensor, by its stored name and state."""
     out: dict[Key, tuple[Path, ...]] = {}
     for path, key in found.keys.items():
         stored = Key(aliases.get(key.name, key.name), key.state)
@@ -365,20 +320,12 @@ def paths_of(found: CollectedState, aliases: Mapping[str, str]) -> dict[Key, tup
 
 
 def places_of(found: CollectedState) -> tuple[Place, ...]:
-    """Return the place of each optimizer group in the state, in the order of `groups_of`.
-
-    Args:
-        found: the state.
-    """
+    """Return the place of each optimizer group in the state, in the order of `groups_of`."""
     return tuple(Place(root, g.params, g.flattened) for root, groups in found.groups.items() for g in groups)
 
 
 def locals_of(found: CollectedState) -> list[LocalShard]:
-    """Return the part of each tensor of a state that this rank holds.
-
-    Args:
-        found: the state.
-    """
+    """Return the part of each tensor of a state that this rank holds."""
     return [
         replace(local_of(*found.keys[path], t), wrapper=dotted(found.wrapper_of.get(path, ())))
         for path, t in found.tensors.items()
@@ -395,12 +342,7 @@ def records_of(found: CollectedState) -> dict[Path, Mapping[str, Any]]:
 
 
 def groups_of(found: CollectedState, aliases: Mapping[str, str]) -> tuple[dict[str, Any], ...]:
-    """Return the optimizer groups: `params` by stored name, and hyper-parameters as JSON.
-
-    Args:
-        found: the state.
-        aliases: further names of tied tensors, and their stored names.
-    """
+    """Return the optimizer groups: `params` by stored name, and hyper-parameters as JSON."""
     return tuple(
         {"params": [aliases.get(p, p) for n in g.params for p in [found.prefixes[root] + n]]}
         | encode(dict(g.options), dotted((*root, GROUPS)))
@@ -422,9 +364,6 @@ def tied_names(weights: Iterable[tuple[str, torch.Tensor, tuple[object, ...]]]) 
 
     Args:
         weights: the name and the tensor of each, and what else must be equal: the global shape, an offset.
-
-    Returns:
-        the first name, by each further name.
     """
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
@@ -437,9 +376,6 @@ def tied_names(weights: Iterable[tuple[str, torch.Tensor, tuple[object, ...]]]) 
 
 def without_ties(tensors: Sequence[LocalShard]) -> tuple[dict[str, str], list[LocalShard]]:
     """Remove tied weights, whose memory is in the list under an earlier name.
-
-    Args:
-        tensors: of this rank.
 
     Returns:
         the first name by each further name, and the remaining tensors.

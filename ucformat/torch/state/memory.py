@@ -21,25 +21,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-__all__ = [
-    "check_fillable",
-    "copied_to_host",
-    "device_of_first",
-    "devices_of",
-    "dtype_name",
-    "keep_current_device",
-    "record_events",
-    "synchronize",
-    "torch_dtype",
-]
-
-
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """Return the accelerator devices of tensors; copies to and from any other device are synchronous.
-
-    Args:
-        tensors: on any devices.
-    """
+    """Return the accelerator devices of tensors; copies to and from any other device are synchronous."""
     found = dict.fromkeys(t.device for t in tensors)
     accelerator = torch.accelerator.current_accelerator() if any(d.type != "cpu" for d in found) else None
     return [d for d in found if accelerator is not None and d.type == accelerator.type]
@@ -49,9 +32,6 @@ def synchronize(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for all kernels and copies of all threads and streams on the devices of tensors.
 
     If there are pinned tensors and none on a device, waits for the current device, which may copy to them.
-
-    Args:
-        tensors: on any devices.
     """
     tensors = list(tensors)
     devices = devices_of(tensors)
@@ -62,20 +42,12 @@ def synchronize(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def record_events(devices: Iterable[torch.device]) -> list[torch.Event]:
-    """Record an event on the current stream of each device, to be waited for on the host.
-
-    Args:
-        devices: of the accelerator.
-    """
+    """Record an event on the current stream of each device, to be waited for on the host."""
     return [torch.accelerator.current_stream(device).record_event() for device in devices]
 
 
 def device_of_first(devices: Iterable[torch.device]) -> AbstractContextManager[object]:
-    """Return a context in which the first of the devices is current, so that pinned memory is allocated for it.
-
-    Args:
-        devices: of the accelerator; if there are none, the current device stays.
-    """
+    """Return a context in which the first of the devices is current, so that pinned memory is allocated for it."""
     first = next(iter(devices), None)
     return nullcontext() if first is None else torch.accelerator.device_index(first.index)
 
@@ -89,14 +61,7 @@ def keep_current_device() -> Callable[[], None]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a torch dtype.
-
-    Args:
-        dtype: the torch dtype.
-
-    Raises:
-        UsageError: it cannot be stored.
-    """
+    """Return the name of a torch dtype."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZE:
         raise UsageError(f"ucformat cannot store the dtype {name!r}", hint=f"supported: {', '.join(ITEMSIZE)}")
@@ -104,14 +69,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name.
-
-    Args:
-        name: of a stored dtype.
-
-    Raises:
-        UsageError: this version of torch does not have it.
-    """
+    """Return the torch dtype of a name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise UsageError(f"torch {torch.__version__} has no dtype {name!r}", hint="read that tensor with ucformat.open")
@@ -119,15 +77,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_fillable(label: str, tensor: torch.Tensor) -> None:
-    """Check that the memory of a tensor contains its values, so that it can be filled.
-
-    Args:
-        label: names the tensor in the error.
-        tensor: the tensor.
-
-    Raises:
-        UsageError: it is a lazy conjugate or negative of another tensor, or has no memory of its own.
-    """
+    """Check that the memory of a tensor contains its values, so that it can be filled."""
     tensor = own_memory(label, tensor)
     if tensor.is_conj() or tensor.is_neg():
         kind = "conjugate" if tensor.is_conj() else "negative"
@@ -141,9 +91,6 @@ def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the host: the tensor itself if it is there, else a row-major copy.
 
     Waits for all streams of its device.
-
-    Args:
-        tensor: on any device.
     """
     synchronize([tensor])
     return tensor if tensor.device.type == "cpu" else tensor.contiguous().cpu()

@@ -70,9 +70,6 @@ class Parts:
     """The modules that make up a model, or their optimizers, as one entry of a training state.
 
     The entry is the same however a model is cut, so another program may load it into other parts.
-
-    Args:
-        parts: modules whose entries have different names, or optimizers, each of the parameters of one module.
     """
 
     def __init__(self, parts: Sequence[torch.nn.Module] | Sequence[torch.optim.Optimizer]) -> None:
@@ -80,15 +77,7 @@ class Parts:
 
 
 def encode(value: Any, path: str = "") -> Any:
-    """Return the JSON form of a value; a part without one becomes an opaque pickle, which only `trust=True` loads.
-
-    Args:
-        value: any value.
-        path: of the value in the state, for errors.
-
-    Raises:
-        UnsupportedError: the value contains itself, is nested too deeply, or cannot be pickled.
-    """
+    """Return the JSON form of a value; a part without one becomes an opaque pickle, which only `trust=True` loads."""
     try:
         return to_json(_stand_in(value), path=path, exact=True)
     except UsageError as error:
@@ -219,16 +208,8 @@ def decode(data: Any, template: Any = None, *, trust: bool = False, lost: list[s
     """Return the value that a JSON form encodes.
 
     Args:
-        data: the JSON form.
-        template: determines the types of values that are stored without them, where it has the same structure, and has
-            the classes of members of enumerations and of values of derived classes.
-        trust: unpickle opaque parts, which may run code.
         lost: gets the class of each part that is a plain value instead, because the program does not have it there
             (None: they are logged).
-
-    Raises:
-        UnsafeError: a part is an opaque pickle, and `trust` is false.
-        UnsupportedError: a pickle cannot be loaded here.
     """
     found: list[str] = []
     value = like(from_json(data, _MAKERS | {"$opaque": _trusted if trust else _distrusted}), template, found)
@@ -277,9 +258,7 @@ def like(value: Any, template: Any, lost: list[str]) -> Any:
     """Return a value with the classes, named tuples, dtypes, NumPy arrays and scalars, and mapping types of a template.
 
     Args:
-        value: the value.
         template: of the same structure; where it is not, types stay.
-        lost: as for `decode`.
     """
     if isinstance(value, OfClass):
         return _of_class(value, template, lost)
@@ -402,22 +381,14 @@ def _array_like(value: np.ndarray, template: np.ndarray) -> np.ndarray:
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor with a copy of an array's elements.
-
-    Args:
-        array: of any dtype that can be stored, including bfloat16 and float8 of `ml_dtypes`.
-    """
+    """Return a tensor with a copy of an array's elements."""
     out = torch.empty(array.shape, dtype=torch_dtype(numpy_dtype_name(array.dtype)))
     host_memory(out)[...] = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
     return out
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return an array with a copy of a tensor's elements.
-
-    Args:
-        tensor: on the host, contiguous.
-    """
+    """Return an array with a copy of a tensor's elements."""
     data = np.frombuffer(host_memory(tensor).tobytes(), numpy_dtype(dtype_name(tensor.dtype)))
     return data.reshape(tuple(tensor.shape))
 
@@ -436,11 +407,6 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 
 def unfit(value: Any, current: Any, *, cast: bool) -> tuple[list[str], list[str]]:
     """Check whether a value can replace a value of the program that may be a tensor.
-
-    Args:
-        value: the new value.
-        current: the value of the program.
-        cast: accept another dtype.
 
     Returns:
         problems of type or shape, and problems of dtype.

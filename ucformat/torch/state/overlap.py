@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from ucformat.torch.state.local import LocalShard
 
-__all__ = ["Shared", "sharing"]
-
 _MAX_WORK = 1 << 16  # of NumPy's exact test; what takes longer is taken for shared
 
 

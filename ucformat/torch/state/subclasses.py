@@ -34,21 +34,6 @@ if TYPE_CHECKING:
 
     Names = tuple[str, ...]
 
-__all__ = [
-    "RECORD",
-    "InnerTensor",
-    "Taken",
-    "check_live",
-    "copy_to_host",
-    "is_subclass",
-    "local_of_dtensor",
-    "memory_of",
-    "own_memory",
-    "plain_values",
-    "take_apart",
-    "why_refused",
-]
-
 #: The key of the record of a wrapper, beside its inner tensors.
 RECORD = "__subclass__"
 
@@ -58,7 +43,6 @@ class InnerTensor:
     """A tensor inside a wrapper that is the local tensor of a DTensor.
 
     Attributes:
-        outer: the DTensor.
         tensor: the inner tensor on this rank.
         shape: its shape, if the DTensor were on one rank.
         along: for each sharded dim of the DTensor that also splits the inner tensor, the dim that it splits, and how
@@ -149,11 +133,7 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def own_memory(label: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without autograd and subclass, in its memory; lazy conjugates and negatives stay lazy.
-
-    Raises:
-        UsageError: it is not strided, or has no memory of its own.
-    """
+    """Return a tensor without autograd and subclass, in its memory; lazy conjugates and negatives stay lazy."""
     kind = why_refused(tensor)
     if kind is not None:
         raise UsageError(f"{label} is {kind}, which has no plain memory", hint=_hint_for(tensor))
@@ -162,11 +142,7 @@ def own_memory(label: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_values(label: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without autograd and subclass, whose memory has its values: of a lazy one a copy.
-
-    Raises:
-        UsageError: as `own_memory`.
-    """
+    """Return a tensor without autograd and subclass, whose memory has its values: of a lazy one a copy."""
     plain = own_memory(label, tensor)
     return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
 
@@ -196,12 +172,7 @@ def memory_of(tensor: torch.Tensor | InnerTensor) -> torch.Tensor:
 
 
 def take_apart(label: str, tensor: torch.Tensor) -> Taken | None:
-    """Take a wrapper, or a DTensor whose local tensor is one, apart; None if it is neither.
-
-    Raises:
-        UsageError: it is not on the list of what can be saved and filled.
-        LayoutError: how the inner tensors are sharded does not follow from the shards of the DTensor.
-    """
+    """Take a wrapper, or a DTensor whose local tensor is one, apart; None if it is neither."""
     outer = tensor if isinstance(tensor, DTensor) else None
     local = memory_of(tensor)
     if isinstance(local, AsyncCollectiveTensor):
@@ -229,10 +200,8 @@ class _Nodes:
     """The wrappers and the innermost tensors of a wrapper, by the names of attributes that lead to them.
 
     Attributes:
-        wrappers: with the context of each.
         tensors: those with memory of their own, each view of it once.
         same: of further names of a view, the first.
-        inner: the names inside each wrapper.
     """
 
     def __init__(self, label: str, wrapper: torch.Tensor) -> None:
@@ -315,11 +284,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_live(label: str, tensor: torch.Tensor, taken: Taken) -> None:
-    """Check that what a wrapper gives as its inner tensors is its own memory, which a load can fill.
-
-    Raises:
-        UsageError: it gives a copy each time.
-    """
+    """Check that what a wrapper gives as its inner tensors is its own memory, which a load can fill."""
     again = take_apart(label, tensor)
     for names, inner in taken.tensors.items():
         other = None if again is None else again.tensors.get(names)
