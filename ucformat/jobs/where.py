@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from ucformat.jobs.tasks import Job
 
-T = TypeVar("T")
 
 _PART = re.compile(r"part:(\d{1,7})/(\d{1,7})")
 

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ucformat.views.model_config import ModelConfig
 
-Steps = list[dict[str, Any]]
 
 GPT2_FROM_OPTIONS = frozenset(("heads", "vocab"))
 GPT2_TO_OPTIONS = frozenset(("heads", "local"))
 
-_M = r"decoder\.layers\.(\d+)\."
-_H = r"(?:transformer\.)?h\.(\d+)\."
+_GPT2_H = r"(?:transformer\.)?h\.(\d+)\."
 _TOP = (
     ("embedding.word_embeddings.weight", "wte.weight"),
     ("embedding.position_embeddings.weight", "wpe.weight"),
@@ -60,7 +58,7 @@ def megatron_to_gpt2(config: ModelConfig) -> Steps:
             "and": [r"\1key.\2", r"\1value.\2"],
             "into": r"\1c_attn.\2",
         },
-        *({"rename": f"/{_M}{_plain(a)}(weight|bias)/", "to": rf"transformer.h.\1.{b}\2"} for a, b in _LAYER),
+        *({"rename": f"/{_M}{_plain_gpt2(a)}(weight|bias)/", "to": rf"transformer.h.\1.{b}\2"} for a, b in _LAYER),
         {"transpose": _TURNED},
     ]
 
@@ -72,25 +70,25 @@ def gpt2_to_megatron(config: ModelConfig) -> Steps:
     second = "pre_mlp_layernorm." if local else "mlp.linear_fc1.layer_norm_"
     part = r"\1%s.\2"
     return [
-        {"drop": [f"/{_H}attn\\.(?:masked_)?bias/"]},
+        {"drop": [f"/{_GPT2_H}attn\\.(?:masked_)?bias/"]},
         {"transpose": _TURNED},
-        *({"rename": f"/(?:transformer\\.)?{_plain(b)}/", "to": a} for a, b in _TOP),
+        *({"rename": f"/(?:transformer\\.)?{_plain_gpt2(b)}/", "to": a} for a, b in _TOP),
         {"rename": "lm_head.weight", "to": "output_layer.weight"},
-        {"rename": f"/{_H}ln_1\\.(weight|bias)/", "to": rf"decoder.layers.\1.{first}\2"},
-        {"rename": f"/{_H}ln_2\\.(weight|bias)/", "to": rf"decoder.layers.\1.{second}\2"},
+        {"rename": f"/{_GPT2_H}ln_1\\.(weight|bias)/", "to": rf"decoder.layers.\1.{first}\2"},
+        {"rename": f"/{_GPT2_H}ln_2\\.(weight|bias)/", "to": rf"decoder.layers.\1.{second}\2"},
         {
             "split": r"/((?:transformer\.)?h\.\d+\.attn\.)c_attn\.(weight|bias)/",
             "into": [part % x for x in ("query", "key", "value")],
         },
         {
-            "fuse": f"/({_H}attn\\.)query\\.(weight|bias)/",
+            "fuse": f"/({_GPT2_H}attn\\.)query\\.(weight|bias)/",
             "and": [r"\1key.\3", r"\1value.\3"],
             "into": r"decoder.layers.\2.self_attention.linear_qkv.\3",
             "repeat": config.heads,
         },
-        *({"rename": f"/{_H}{_plain(b)}(weight|bias)/", "to": rf"decoder.layers.\1.{a}\2"} for a, b in _LAYER),
+        *({"rename": f"/{_GPT2_H}{_plain_gpt2(b)}(weight|bias)/", "to": rf"decoder.layers.\1.{a}\2"} for a, b in _LAYER),
     ]
 
 
-def _plain(name: str) -> str:
+def _plain_gpt2(name: str) -> str:
     return name.replace(".", r"\.")

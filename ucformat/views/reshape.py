@@ -40,7 +40,7 @@ def transposed(name: str, entry: Entry, axes: Sequence[int] | None) -> Entry:
         part = part_of(view, Box.whole(shape), Box.whole(view.info.shape), order)
         return compose(replace(view.info, shape=shape), [part])
 
-    return _each(name, entry, change)
+    return _each_state(name, entry, change)
 
 
 def trimmed(name: str, entry: Entry, dim: int, size: int) -> Entry:
@@ -48,7 +48,7 @@ def trimmed(name: str, entry: Entry, dim: int, size: int) -> Entry:
     _check_dim(name, entry, dim)
     if size > entry.shape[dim]:
         raise LayoutError(f"{name} has the shape {entry.shape}: dim {dim} has fewer than {size} indices")
-    return _each(name, entry, lambda view: _taken(view, name, dim, [(0, size)]))
+    return _each_state(name, entry, lambda view: _taken(view, name, dim, [(0, size)]))
 
 
 def taken(table: Table, name: str, entry: Entry, step: Take) -> Entry:
@@ -64,7 +64,7 @@ def taken(table: Table, name: str, entry: Entry, step: Take) -> Entry:
     picks = chosen(step.indices, step.first, blocks, what, "index" if step.of is None else "block")
     width = length // blocks if blocks else 1
     units = Picks(tuple((start * width, count * width) for start, count in picks.runs))
-    return _each(name, entry, lambda view: table.taken(view, step.dim, units))
+    return _each_state(name, entry, lambda view: table.taken(view, step.dim, units))
 
 
 def split(
@@ -88,7 +88,7 @@ def split(
     out, skip = [], 0
     for to, part in zip(into, parts, strict=True):
         runs = [((block * sum(parts) + skip) * unit, part * unit) for block in range(repeat)]
-        out.append((to, _each(name, entry, partial(_taken, name=to, dim=dim, runs=runs), to)))
+        out.append((to, _each_state(name, entry, partial(_taken, name=to, dim=dim, runs=runs), to)))
         skip += part
     return out
 
@@ -163,7 +163,7 @@ def unstacked(name: str, entry: Entry, into: str, dim: int, start: int) -> list[
         return compose(replace(view.info, name=to, shape=left), [part_of(view, Box.whole(left), box, axes)])
 
     names = [(i, into.replace("{i}", str(start + i))) for i in range(entry.shape[dim])]
-    return [(to, _each(name, entry, partial(take, i=i, to=to), to)) for i, to in names]
+    return [(to, _each_state(name, entry, partial(take, i=i, to=to), to)) for i, to in names]
 
 
 def cast(table: Table, name: str, entry: Entry, states: set[str], dtype: str) -> Entry:
@@ -200,7 +200,7 @@ def meaned(table: Table, name: str, members: Named) -> Entry:
     return _together(name, members, join)
 
 
-def _each(name: str, entry: Entry, change: Callable[[View], View], to: str | None = None) -> Entry:
+def _each_state(name: str, entry: Entry, change: Callable[[View], View], to: str | None = None) -> Entry:
     """Change all states that have the shape of the parameter; states of one element stay as they are."""
     new, states = to or name, {}
     for state, view in entry.states.items():

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
 
-_MASTER = "fp32_flat_groups"
+_MASTERS_3 = "fp32_flat_groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Zero3(Ranks[Zero3Partition]):
         super().__init__(keys, load)
         self.model, self.world = model, len(keys)
         self.shapes = model.param_shapes or []  # of the parameters, by flat group
-        self.flat = [_flat_buffer(shapes, self.world) for shapes in self.shapes]
+        self.flat = [_partitioned_buffer(shapes, self.world) for shapes in self.shapes]
         self.first: Zero3Partition | None = None
         self.first = self[0]
         self._scalars = read_scalars(self.first)
@@ -77,7 +77,7 @@ class Zero3(Ranks[Zero3Partition]):
                 "states are present",
                 hint="files of different saves are mixed in one folder",
             )
-        masters = [stored(t, _MASTER, file.key) for t in need(state, _MASTER, list, file.key)]
+        masters = [stored(t, _MASTERS_3, file.key) for t in need(state, _MASTERS_3, list, file.key)]
         inner = need(state, "optimizer_state_dict", dict, file.key)
         found = need(inner, "state", dict, file.key)
         members = [need(g, "params", list, file.key) for g in need(inner, "param_groups", list, file.key)]
@@ -132,7 +132,7 @@ class Zero3(Ranks[Zero3Partition]):
                         contents.add(name, kind, value.dtype, shape, partial(self._extents, index, name, kind))
                     elif isinstance(value, StoredTensor):
                         contents.add_whole(name, kind, file, value)
-        contents.keep_scalars(file, scalars(file, state, frozenset((_MASTER, "optimizer_state_dict"))))
+        contents.keep_scalars(file, scalars(file, state, frozenset((_MASTERS_3, "optimizer_state_dict"))))
 
     def _extents(self, index: int, name: str, state: str, within: Box | None) -> Iterator[Extent]:
         """The parts of a parameter in the flat groups of the ranks that hold elements of the box."""
@@ -146,7 +146,7 @@ class Zero3(Ranks[Zero3Partition]):
             yield from part.file.flat(memory, offset, shape, start, stop)
 
 
-def _flat_buffer(shapes: Mapping[str, tuple[int, ...]], world: int) -> FlatBuffer:
+def _partitioned_buffer(shapes: Mapping[str, tuple[int, ...]], world: int) -> FlatBuffer:
     """Each rank's parts of these parameters, one after another."""
     buffer = FlatBuffer()
     for name, shape in shapes.items():

@@ -76,13 +76,13 @@ def place(
         proved: whether the values in a slot are the parameter's. Without it all parameters must fit.
     """
     for align in _ALIGN:
-        slots = _place(params, sizes, align, edges, proved, joined)
+        slots = _place_params(params, sizes, align, edges, proved, joined)
         if slots is not None:
             return slots
     return None
 
 
-def _place(
+def _place_params(
     params: Sequence[Param],
     sizes: Sequence[int],
     align: int,

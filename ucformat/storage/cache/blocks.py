@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 1 << 20  # bytes
 _LOCKED = 256  # blocks that one call locks at once
-_PATIENCE = 60.0  # seconds to wait for another process that receives a block
+_BLOCK_PATIENCE = 60.0  # seconds to wait for another process that receives a block
 _SETTLED = 2.0  # seconds after which a file that is rewritten has another time
 
 
@@ -167,7 +167,7 @@ class Blocks:
 
     def _wait(self, file: FileVersion, number: int) -> bool:
         """Wait until nobody has locked a block; False if that takes too long."""
-        lock = self._folder.lock(self._entry(file, number), _PATIENCE)
+        lock = self._folder.lock(self._entry(file, number), _BLOCK_PATIENCE)
         _unlock(lock)
         return lock is not None
 

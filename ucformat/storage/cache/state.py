@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ucformat.storage.cache.entry import Entry
 
-_NAME = "state"
+_STATE_NAME = "state"
 _STAMP = struct.Struct("<QQ")  # time in nanoseconds, process id
 _STAMPS = 256
 STATE_BYTES = 8 + _STAMPS * _STAMP.size  #: of the file
@@ -29,7 +29,7 @@ _ACCOUNTS = 1 << 40  # the byte that is locked while files are created, renamed 
 _MADE = 1 << 41  # the first of those that are locked by whoever makes an entry
 _USED = 1 << 42  # the first of those that are locked, together, by those who use an answer
 
-_PATIENCE = 10.0  # seconds to wait for the accounts, which are locked for milliseconds
+_ACCOUNTS_PATIENCE = 10.0  # seconds to wait for the accounts, which are locked for milliseconds
 _PAUSE, _LONGEST_PAUSE = 1e-4, 0.02  # seconds between two tries to lock
 
 
@@ -41,7 +41,7 @@ class State:
 
     def _open(self) -> Descriptor:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return Descriptor(os.open(_NAME, flags, 0o600, dir_fd=self._folder.fd))
+        return Descriptor(os.open(_STATE_NAME, flags, 0o600, dir_fd=self._folder.fd))
 
     def lock(self, entry: Entry) -> Descriptor | None:
         """Lock the making of an entry until the descriptor is closed; None if another thread or process has the lock."""
@@ -78,7 +78,7 @@ class State:
     @contextmanager
     def accounts(self) -> Iterator[Accounts | None]:
         """Lock the number of bytes, and with it the creation and renaming of files; None if it stays locked."""
-        file = patiently(lambda: self._lock(_ACCOUNTS, fcntl.F_WRLCK), _PATIENCE)
+        file = patiently(lambda: self._lock(_ACCOUNTS, fcntl.F_WRLCK), _ACCOUNTS_PATIENCE)
         try:
             yield None if file is None else Accounts(file)
         finally:

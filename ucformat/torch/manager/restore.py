@@ -142,7 +142,6 @@ def _problems_of(file: str, check: Callable[[], object]) -> list[Problem]:
     return []
 
 
-_log = logging.getLogger("ucformat")
 
 
 @dataclass(frozen=True, slots=True)
