@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.inputs import InputBox
     from ucformat.storage.base import Store
 
+T = TypeVar("T")
 
 _READ_BYTES = 48 << 20  # of all inputs together, that a thread holds at once
 _BLOCK = 1 << 15  # elements that are computed at once: in float64, a few blocks fit a processor's cache
