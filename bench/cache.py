@@ -179,8 +179,7 @@ def bounded(served: Served, url: str, cache: Path) -> int:
 
 def against_raw(folder: Path, cache: Path) -> dict[str, float]:
     """GB/s of reading a file into memory: raw, through the cache's entries, and of the checksums alone."""
-    from ucformat.storage.cache.entry import Entry
-    from ucformat.storage.cache.folder import CacheFolder
+    from ucformat.storage.cache.folder import CacheFolder, Entry
     from ucformat.storage.strided import checksum
 
     path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -221,8 +220,7 @@ def against_raw(folder: Path, cache: Path) -> dict[str, float]:
 
 def eviction(cache: Path) -> float:
     """Seconds to write a block into a cache that is full with many others."""
-    from ucformat.storage.cache.entry import Entry
-    from ucformat.storage.cache.folder import CacheFolder
+    from ucformat.storage.cache.folder import CacheFolder, Entry
 
     shutil.rmtree(cache, ignore_errors=True)
     limit = ENTRIES * (4096 + 128) + 8320

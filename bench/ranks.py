@@ -50,7 +50,7 @@ class Tree:
     """All ranks but rank 0: their messages, merged in the tree over hosts of eight ranks, in a process of its own."""
 
     def __init__(self, case: Case, ranks: int, text: str) -> None:
-        from ucformat.torch.comm.tree import parents_of
+        from ucformat.torch.comm.group import parents_of
 
         self._parents = parents_of([str(rank // 8) for rank in range(ranks)])
         self._of: list[Any] = [None] * ranks  # the statement and checksums of each rank's group
@@ -303,9 +303,9 @@ def opened(found: dict[str, Any]) -> Any:
 
 def of_load(name: str, rank: int, ranks: int, found: dict[str, Any]) -> dict[str, float]:
     """What a load costs a rank before it reads: to open the checkpoint, match its tensors, and plan the ranges."""
+    from ucformat.reading.execute import _check_sizes
     from ucformat.reading.plan import make_plan
     from ucformat.reading.rank import item_for
-    from ucformat.reading.read import _check_sizes
     from ucformat.torch.loading.match import match, stored_names
     from ucformat.torch.state.local import local_of
 

@@ -48,7 +48,7 @@ _UCP = (
     "ucformat.catalog.catalog",
     "ucformat.jobs.convert",
     "ucformat.jobs.verify",
-    "ucformat.sources",
+    "ucformat.sources.opening",
 )
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, for ranks whose neighbour failed
 

@@ -34,14 +34,14 @@ from tests.fakes import FakeSource, random_array, same
 from tests.sources.suite import read_whole
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import IntegrityError, LayoutError, StateMismatch, UnsupportedError
-from ucformat.exporters import EXPORTERS
+from ucformat.exporters.registry import EXPORTERS
 from ucformat.jobs.convert import convert
 from ucformat.jobs.export import export
 from ucformat.jobs.materialize import materialize
 from ucformat.jobs.verify import verify
 from ucformat.reading.dtypes import dtype_name, numpy_dtype
 from ucformat.schema import CASTABLE, ITEMSIZE, NUMBERS, TORCH_SAVE_DTYPES
-from ucformat.sources.safetensors.opened import DTYPES, PACKED
+from ucformat.sources.safetensors import DTYPES, PACKED
 from ucformat.storage.local import LocalStore
 from ucformat.torch.state.elements import host_memory
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.zarr_types import register_zarr_dtypes
     from ucformat.geometry.layout import Layout
-    from ucformat.jobs.combine.average import average
-    from ucformat.jobs.combine.merge import merge
+    from ucformat.jobs.combine.combining import average, merge
     from ucformat.jobs.convert import convert
     from ucformat.jobs.copy import Copied, copy
     from ucformat.jobs.cost import Cost, estimate
@@ -81,7 +80,7 @@ _HOMES = {
     "ReadPlan": "reading.rank:ReadPlan",
     "Report": "jobs.run:Report",
     "Tensor": "reading.lazy:Tensor",
-    "average": "jobs.combine.average:average",
+    "average": "jobs.combine.combining:average",
     "collect": "jobs.gc:collect",
     "convert": "jobs.convert:convert",
     "copy": "jobs.copy:copy",
@@ -91,7 +90,7 @@ _HOMES = {
     "export": "jobs.export:export",
     "fits": "jobs.fits:fits",
     "materialize": "jobs.materialize:materialize",
-    "merge": "jobs.combine.merge:merge",
+    "merge": "jobs.combine.combining:merge",
     "open": "references:open_reference",
     "register": "jobs.register:register",
     "register_zarr_dtypes": "format.zarr_types:register_zarr_dtypes",

@@ -641,7 +641,7 @@ static PyMethodDef methods[] = {
     {"crc32c", crc32c, METH_VARARGS, "crc32c(buffer, value=0): the CRC-32C of a buffer, continued from `value`."},
     {"crc32", crc32, METH_VARARGS, "crc32(buffer, value=0): the CRC-32 of a buffer, as in zip files, continued from `value`."},
     {"fill", fill, METH_VARARGS, "fill(buffers, data, crcs=None): copy bytes into buffers, past the cache, and continue a CRC-32C with each."},
-    {"interpret", interpret, METH_VARARGS, "interpret(data, meaning, calls, damaged): the value of a pickle; see sources/pickle/opcodes.py."},
+    {"interpret", interpret, METH_VARARGS, "interpret(data, meaning, calls, damaged): the value of a pickle; see sources/pickle/unpickler.py."},
     {"read_into", read_into, METH_VARARGS, "read_into(fd, offset, buffers, crcs=None): fill buffers, and continue a CRC-32C with each; returns the bytes read."},
     {"write_all", write_all, METH_VARARGS, "write_all(fd, data): write all of a buffer to a file, 256 KiB at a time."},
     {NULL, NULL, 0, NULL}};

@@ -1,4 +1,4 @@
-/* The opcodes of pickles: what `sources/pickle/opcodes.py` does in Python where this file was not built.
+/* The opcodes of pickles: what `sources/pickle/unpickler.py` does in Python where this file was not built.
 
 Only plain values are made here. What globals, calls, states, persistent ids and keys that are not text mean is decided
 in one place, `sources/pickle/unpickler.py`, whose functions are called; nothing that a pickle names ever is. Memory is

@@ -23,8 +23,7 @@ from ucformat.settings import allowed_roots
 from ucformat.storage.base import exists
 from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.url import as_store, as_strings
-from ucformat.storage.watched import WatchedStore
-from ucformat.storage.wrappers import CachedListingStore
+from ucformat.storage.wrappers import CachedListingStore, WatchedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,7 +79,7 @@ def _open(
 ) -> Checkpoint:
     store = watch(as_store(place))
     if not exists(store, MANIFEST):
-        from ucformat.sources import open_source, open_source_file, titles  # slow to import
+        from ucformat.sources.opening import open_source, open_source_file, titles
 
         with CachedListingStore(store) as seen:
             try:
@@ -127,7 +126,7 @@ def _open(
 
 def _checkpoints_below(infos: Sequence[Info]) -> list[str]:
     """The outermost folders that look like checkpoints, numbers in their names by value: the last is the newest."""
-    from ucformat.sources import marked_folders
+    from ucformat.sources.opening import marked_folders
 
     folders = marked_folders(infos) | {i.key.rpartition("/")[0] for i in infos if i.key.endswith(f"/{MANIFEST}")}
     folders = outside_attempts(folders, (i.key for i in infos))

@@ -10,7 +10,7 @@ from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import IntegrityError, NotACheckpoint, NotFound, UcformatError, UsageError
 from ucformat.settings import allowed_roots
 from ucformat.storage.url import as_strings, split_url
-from ucformat.storage.watched import WatchedStore
+from ucformat.storage.wrappers import WatchedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

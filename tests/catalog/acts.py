@@ -13,8 +13,8 @@ from ucformat.catalog.stamp import make_stamp
 
 if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.columns import Base
     from ucformat.catalog.entries import Entry
+    from ucformat.catalog.models import Base
 
 
 def put(catalog: Catalog, number: int, url: str | None = None, **more: Any) -> Entry:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from tests.catalog.stress import POSTS, made, post, shared
-from ucformat.catalog.columns import canonical_hash
 from ucformat.catalog.models import (
     Alias,
     Checkpoint,
@@ -24,6 +23,7 @@ from ucformat.catalog.models import (
     Tag,
     Tensor,
     TensorSet,
+    canonical_hash,
 )
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.catalog.manifests import manifest, tensor
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.columns import storable_text
+from ucformat.catalog.models import storable_text
 from ucformat.catalog.rows import insert_rows
 from ucformat.errors import UcformatError
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import create_engine, inspect, make_url, text
 
-from ucformat.catalog.columns import Base
+from ucformat.catalog.models import Base
 
 if TYPE_CHECKING:
     from tests.catalog.databases import Postgres

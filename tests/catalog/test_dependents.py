@@ -13,8 +13,7 @@ from tests.catalog.acts import put
 from ucformat.catalog import deletion
 from ucformat.catalog.deletion import begin_purge
 from ucformat.catalog.models import Checkpoint, Edge, Location
-from ucformat.catalog.retention import load_policy, protections
-from ucformat.catalog.retention_rows import retention_rows
+from ucformat.catalog.retention import load_policy, protections, retention_rows
 from ucformat.catalog.rows import lock
 from ucformat.catalog.stamp import make_stamp, now
 from ucformat.errors import PermissionDenied
@@ -122,7 +121,7 @@ PLACES = [
 def test_a_place_needs_what_lies_at_it_in_it_and_around_it(
     catalog: Catalog, root: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ucformat.catalog.retention_rows._FEW", few)
+    monkeypatch.setattr("ucformat.catalog.retention._FEW", few)
     for n, url in enumerate(PLACES):
         put(catalog, n, url)
     child = put(catalog, 99, "/elsewhere")

@@ -17,8 +17,8 @@ from alembic.script import ScriptDirectory
 from tests.catalog.manifests import manifest
 from ucformat import migrations
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.columns import Base
 from ucformat.catalog.database import VERSION_TABLE, Database
+from ucformat.catalog.models import Base
 from ucformat.errors import NotFound, PermissionDenied, UpgradeNeeded
 from ucformat.migrations import HEAD, KNOWN, configuration
 

@@ -17,10 +17,11 @@ from tests.catalog.acts import purge, put
 from tests.catalog.manifests import made_from, manifest
 from tests.catalog.rows import policy
 from tests.catalog.test_dependents import needing
-from ucformat.catalog import retention_rows, search
+from ucformat.catalog import retention as retention_rows
+from ucformat.catalog import search
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.columns import Base
 from ucformat.catalog.document import compose
+from ucformat.catalog.models import Base
 from ucformat.catalog.recording import Found
 from ucformat.catalog.refs import parse_ref, resolve
 from ucformat.cli.main import ucp

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 
 from tests.catalog.rows import HOUR, NOW, instants, row, row_lists
-from ucformat.catalog.purge import PurgePlan, plan_purge
+from ucformat.catalog.deletion import PurgePlan, plan_purge
 from ucformat.catalog.retention import RetentionHold, RetentionRow
 
 GRACE = timedelta(hours=2)

@@ -20,9 +20,8 @@ from tests.catalog.manifests import manifest
 from tests.patience import wait_until
 from ucformat.catalog import sql
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.columns import Base
 from ucformat.catalog.database import Database
-from ucformat.catalog.models import Run
+from ucformat.catalog.models import Base, Run
 from ucformat.catalog.recording import record
 from ucformat.catalog.sql import Table, run_sql
 from ucformat.catalog.stamp import Stamp

@@ -19,10 +19,9 @@ from hypothesis.stateful import (
 )
 
 from tests.catalog.manifests import BEGIN, manifest, packed_over
-from ucformat.catalog.columns import Base
 from ucformat.catalog.deletion import begin_purge, end_purge
 from ucformat.catalog.labels import ANY
-from ucformat.catalog.models import Identity
+from ucformat.catalog.models import Base, Identity
 from ucformat.catalog.refs import Ref, resolve
 from ucformat.catalog.retention import load_policy
 from ucformat.catalog.stamp import make_stamp

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.cli.conftest import object_of
-from ucformat.storage.cache.entry import Entry
-from ucformat.storage.cache.folder import CacheFolder
+from ucformat.storage.cache.folder import CacheFolder, Entry
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ucformat
+from ucformat.sources.configuration import TrainingInfo
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
@@ -95,7 +96,7 @@ def test_one_that_was_registered_without_gets_it(run: Run, monkeypatch: pytest.M
     with monkeypatch.context() as before:
         before.setattr(
             "ucformat.sources.configuration.read_training_info",
-            lambda *_: ucformat.sources.configuration.TrainingInfo(),
+            lambda *_: TrainingInfo(),
         )
         entry = run("register", "-q", source).stdout
     assert json.loads(run("ls", "--json").stdout)["checkpoints"][0]["config"] == {}

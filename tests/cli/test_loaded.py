@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 CATALOG = {"sqlalchemy", "asyncio", "ucformat.catalog.catalog"}  # asyncio by SQLAlchemy
 FILTER = {"lark", "ucformat.catalog.filter"}
-DELETION = {"ucformat.catalog.retention_rows"}
+DELETION = {"ucformat.catalog.retention"}
 FILES = {"ucformat.checkpoint", "ucformat.schema.manifest", "pydantic", "xxhash"}
 ARRAYS = {"numpy", "ml_dtypes"} | (set() if NATIVE else {"crc32c"})
-FOREIGN = {"ucformat.sources"}
+FOREIGN = {"ucformat.sources.opening"}
 #: What takes long to import. Of these a command loads what the table says and no more; of the rest, as an ORM, torch,
 #: other dialects, libraries for object stores and terminals, none of these loads any.
 HEAVY = {
@@ -73,8 +73,8 @@ def test_a_command_loads_only_what_it_works_with(command: str, words: dict[str, 
     loaded = modules_of([words.get(word, word) for word in shlex.split(command)])
     allowed = COMMANDS[command]
     assert sorted(loaded & HEAVY) == sorted(allowed)
-    readers = {m.split(".")[2] for m in loaded if m.startswith("ucformat.sources.") and m.endswith(READERS)}
-    assert readers == ({"safetensors", "index"} if "ucformat.sources" in allowed else set())
+    readers = {m.split(".")[2] for m in loaded if m.startswith("ucformat.sources.opening.") and m.endswith(READERS)}
+    assert readers == ({"safetensors", "index"} if "ucformat.sources.opening" in allowed else set())
 
 
 def test_the_program_ends_without_a_last_search_for_garbage() -> None:

@@ -16,12 +16,12 @@ import ucformat
 from tests.sources.megatron_deepspeed import FLAT, gpt, write
 from tests.sources.test_deepspeed_evidence import LAYER, added
 from tests.sources.test_deepspeed_megatron import SMALL
-from ucformat import sources
 from ucformat.cli.main import ucp
 from ucformat.cli.program import LazyGroup
 from ucformat.errors import AmbiguousLayout, option_text, spelling_options
-from ucformat.sources import SOURCES
+from ucformat.sources import opening as sources
 from ucformat.sources.base import options_of
+from ucformat.sources.opening import SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -19,8 +19,8 @@ from tests.sources.suite import DATA
 from tests.torch.ranks import Ranks
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError
-from ucformat.exporters import make_exporter
 from ucformat.exporters.pickle import ALLOWED, Global
+from ucformat.exporters.registry import make_exporter
 from ucformat.jobs.export import export
 from ucformat.storage.local import LocalStore
 

@@ -18,8 +18,8 @@ from tests.fakes import FakeSource
 from tests.sources.conftest import CHOSEN
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UcformatError, UnsupportedError, UsageError
-from ucformat.exporters import EXPORTERS
 from ucformat.exporters.pickle import ALLOWED, Global
+from ucformat.exporters.registry import EXPORTERS
 from ucformat.jobs.export import export, plan_export
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.sources.pickle.stand_ins import Inert, StoredTensor

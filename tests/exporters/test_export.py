@@ -22,11 +22,11 @@ from tests.jobs.forks import Forks
 from ucformat.catalog.catalog import Catalog
 from ucformat.cli.main import ucp
 from ucformat.errors import ChecksumError, Conflict, MissingData, NotFinished, UsageError
-from ucformat.exporters import EXPORTERS
 from ucformat.exporters.base import Exporter, Span, Target, TargetFile
+from ucformat.exporters.registry import EXPORTERS
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, Key, Piece
-from ucformat.jobs import bands
+from ucformat.jobs import export_files as bands
 from ucformat.jobs.export import plan_export
 
 if TYPE_CHECKING:

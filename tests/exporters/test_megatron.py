@@ -17,8 +17,8 @@ from tests.fakes import FakeSource, random_array
 from tests.sources.suite import DATA
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UnsupportedError
-from ucformat.exporters import make_exporter
 from ucformat.exporters.pickle import ALLOWED, Global
+from ucformat.exporters.registry import make_exporter
 from ucformat.jobs.export import export
 from ucformat.storage.local import LocalStore
 

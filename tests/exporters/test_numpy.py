@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.fakes import ODD, FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, UnsupportedError, UsageError
-from ucformat.exporters import make_exporter
+from ucformat.exporters.registry import make_exporter
 from ucformat.jobs.export import export
 from ucformat.schema import ITEMSIZE
 from ucformat.storage.local import LocalStore

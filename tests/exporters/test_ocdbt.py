@@ -11,9 +11,9 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ucformat.exporters import ocdbt
-from ucformat.exporters.ocdbt import Located, make_tree
-from ucformat.sources.orbax.ocdbt import read_ocdbt
+from ucformat.engines.orbax import ocdbt_export as ocdbt
+from ucformat.engines.orbax.ocdbt import read_ocdbt
+from ucformat.engines.orbax.ocdbt_export import Located, make_tree
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import Conflict, UcformatError, UnsupportedError, UsageError
 from ucformat.exporters.base import Span
 from ucformat.exporters.pickle import ALLOWED, SavedTensor, Storage
-from ucformat.exporters.torch_file import torch_archive
+from ucformat.exporters.zip_file import torch_archive
 from ucformat.jobs.convert import convert
 from ucformat.jobs.export import export, plan_export
 from ucformat.reading.readable import Place, path_from_json

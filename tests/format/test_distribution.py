@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from ucformat.errors import LayoutError
 from ucformat.format.distribution import Cut, Distribution, RankMesh
-from ucformat.geometry.box import Box
-from ucformat.geometry.coverage import prove
+from ucformat.geometry.box import Box, prove
 from ucformat.geometry.tensor import TensorInfo
 
 

@@ -19,7 +19,7 @@ from tests.fakes import FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UcformatError, UsageError
 from ucformat.format import sidecar as sidecar_module
-from ucformat.format.encoding import encoded
+from ucformat.format.digest import encoded
 from ucformat.format.extents import extent_problems
 from ucformat.format.sidecar import Columns, Sidecar
 from ucformat.schema.documents import CatalogDoc, MetricDoc

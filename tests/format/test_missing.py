@@ -16,7 +16,7 @@ from tests.golden.make import make_packed
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.format import universal
-from ucformat.reading import read as reading
+from ucformat.reading import execute as reading
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:

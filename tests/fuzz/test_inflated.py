@@ -212,7 +212,7 @@ def test_a_large_node_of_tensorstore_is_read(tmp_path: Path) -> None:
     """Of which zstd does not say how large it is."""
     import tensorstore as ts
 
-    from ucformat.sources.orbax.ocdbt import read_ocdbt
+    from ucformat.engines.orbax.ocdbt import read_ocdbt
     from ucformat.storage.local import LocalStore
 
     config = {"max_decoded_node_bytes": 100_000_000}

@@ -21,6 +21,8 @@ import ucformat
 from tests.fakes import manifest_file
 from tests.sources.torch_files import dictionary, save, storage, tensor
 from ucformat.cli.main import ucp
+from ucformat.engines.orbax import ocdbt
+from ucformat.engines.orbax.ocdbt import read_ocdbt
 from ucformat.errors import IntegrityError, UnsafeError
 from ucformat.format.extents import extent_problems
 from ucformat.format.sidecar import NO_BLOCK, Columns, Sidecar
@@ -28,8 +30,6 @@ from ucformat.reading.repeats import are_repeated, repeated_bytes
 from ucformat.schema.limits import FREE_READS, MOST_READS
 from ucformat.schema.manifest import MANIFEST, SidecarDoc, SourceFileDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
-from ucformat.sources.orbax import ocdbt
-from ucformat.sources.orbax.ocdbt import read_ocdbt
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.strided import checksum

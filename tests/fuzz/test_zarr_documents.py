@@ -18,8 +18,8 @@ from tests.fuzz.fuzzing import HOSTILE, Files, changed, files_below, harmless, m
 from tests.fuzz.ocdbt_files import manifest_of, node_of, unpacked
 from tests.sources.suite import DATA
 from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.engines.orbax.zarr import Zarr
 from ucformat.errors import IntegrityError, UcformatError, UnsupportedError
-from ucformat.sources.zarr import Zarr
 
 CONSTANT = 192 << 20
 

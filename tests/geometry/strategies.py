@@ -7,8 +7,7 @@ import math
 from hypothesis import strategies as st
 
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.mesh import Mesh
-from ucformat.geometry.placement import Flat, Owner, Partial, Placement, Replicate, Rule, Shard, Stage
+from ucformat.geometry.placement import Flat, Mesh, Owner, Partial, Placement, Replicate, Rule, Shard, Stage
 from ucformat.geometry.tensor import TensorInfo, TensorList
 
 AXES = ("a", "b", "c")

@@ -10,8 +10,7 @@ import pytest
 from tests.geometry.reference import tensors
 from ucformat.errors import LayoutError, TensorNotFound, UsageError
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.mesh import Mesh
-from ucformat.geometry.placement import Flat, Owner, Partial, Replicate, Rule, Shard, Stage
+from ucformat.geometry.placement import Flat, Mesh, Owner, Partial, Replicate, Rule, Shard, Stage
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 
 EVERYWHERE = Rule("*", (Replicate(),))

@@ -18,7 +18,7 @@ UNSAFE = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpic
 #: those alone who say that they trust it (`trust=True`); and what torch says of a pickle that it refuses.
 ALLOWED = {
     "torch/state/objects.py": {"pickle.dumps", "pickle.loads"},
-    "torch/dcp/items.py": {"pickle.UnpicklingError"},
+    "engines/pytorch/dcp_writer.py": {"pickle.UnpicklingError"},
 }
 #: Collectives that pickle.
 COLLECTIVES = {
@@ -31,7 +31,7 @@ PIPES = {"Connection", "wait", "recv_handle", "send_handle"}
 #: What opens a port, and who may.
 PORTS = {"create_server", "bind", "listen", "TCPStore", "start_server", "HTTPServer", "make_server"}
 NETWORK = {"socket", "socketserver", "asyncio", "http.server", "wsgiref.simple_server", "torch.distributed"}
-LISTENS = {"torch/comm/tree.py": {"create_server"}}
+LISTENS = {"torch/comm/group.py": {"create_server"}}
 
 
 def names(tree: ast.AST) -> dict[str, str]:

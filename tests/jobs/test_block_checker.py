@@ -10,7 +10,7 @@ from crc32c import crc32c
 from ucformat.format import audit
 from ucformat.format.audit import read_through
 from ucformat.geometry.tensor import Block, Key
-from ucformat.jobs.copy_files import BlockChecker
+from ucformat.jobs.copy import BlockChecker
 from ucformat.storage.memory import MemoryStore
 
 KEY = Key("w", "weight")

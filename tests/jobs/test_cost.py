@@ -14,8 +14,7 @@ from tests.jobs.combine.test_lora import adapter, low_rank
 from tests.jobs.test_parts import SIZES, source_of
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.jobs.combine.average import plan_average
-from ucformat.jobs.combine.merge import plan_merge
+from ucformat.jobs.combine.combining import plan_average, plan_merge
 from ucformat.jobs.cost import estimate_combination, estimate_export
 from ucformat.jobs.export import planned_job
 from ucformat.jobs.profiles import Profile, keep_profile, profile_of
@@ -27,7 +26,7 @@ from ucformat.storage.wrappers import RecordingStore
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ucformat.jobs.combine.writing import Planned
+    from ucformat.jobs.combine.combining import Planned
 
 
 def data_of(place: Path) -> list[int]:

@@ -89,8 +89,7 @@ def test_nothing_is_forgotten_unasked(catalog: Catalog, disks: tuple[Path, Path]
 
 
 def _protected(catalog: Catalog) -> list[tuple[str, tuple[str, ...]]]:
-    from ucformat.catalog.retention import protections
-    from ucformat.catalog.retention_rows import retention_rows
+    from ucformat.catalog.retention import protections, retention_rows
     from ucformat.catalog.stamp import now
 
     with catalog.database.reading() as c:

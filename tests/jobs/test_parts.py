@@ -24,8 +24,7 @@ from ucformat.errors import (
     UcformatError,
     UsageError,
 )
-from ucformat.jobs.finished import _remove
-from ucformat.jobs.sums import StreamSum
+from ucformat.jobs.finished import StreamSum, _remove
 from ucformat.jobs.tasks import batches, part_of
 from ucformat.jobs.where import Where
 from ucformat.storage.local import LocalStore

@@ -30,7 +30,7 @@ WAYS = {
     "jobs.materialize": "from ucformat.jobs.materialize import materialize; materialize(src, dst)",
     "torch.saving": "import torch; from ucformat.torch.saving.save import save; save({'w': torch.ones(2)}, dst)",
     "Writer": (
-        "import torch, torch.distributed.checkpoint as dcp; from ucformat.torch.dcp.writer import Writer; "
+        "import torch, torch.distributed.checkpoint as dcp; from ucformat.engines.pytorch.dcp_writer import Writer; "
         "dcp.save({'w': torch.ones(2)}, storage_writer=Writer(dst), no_dist=True)"
     ),
     "all are imported": (

@@ -12,9 +12,9 @@ from tests.jobs.conftest import foreign, universal
 from tests.zero_files import FLAT, write_zero3
 from ucformat.checkpoint import open_checkpoint
 from ucformat.jobs import listing
+from ucformat.jobs.cost import _KINDS, _OPENED, estimate_register
 from ucformat.jobs.profiles import Profile, keep_profile
 from ucformat.jobs.register import register
-from ucformat.jobs.register_cost import _KINDS, _OPENED, estimate_register
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

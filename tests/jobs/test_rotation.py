@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ucformat
-from ucformat.jobs.rotation import discard
+from ucformat.jobs.removal import discard
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,8 +23,8 @@ from ucformat.cli.main import ucp
 from ucformat.errors import ChecksumError, IntegrityError, NotACheckpoint, NotFound
 from ucformat.jobs.materialize import materialize
 from ucformat.sources.pickle.file import TorchZip
-from ucformat.storage.crc import CRC32_SHIFT, CRC32C_SHIFT
 from ucformat.storage.local import LocalStore
+from ucformat.storage.strided import CRC32_SHIFT, CRC32C_SHIFT
 from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import pytest
 
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Extent, Piece, TensorInfo
+from ucformat.reading.execute import read_items
 from ucformat.reading.plan import ReadItem
-from ucformat.reading.read import read_items
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.strided import rows
-from ucformat.storage.watched import WatchedStore
+from ucformat.storage.wrappers import WatchedStore
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -14,8 +14,8 @@ from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Block, Extent, Piece, TensorInfo
 from ucformat.reading import execute as module
+from ucformat.reading.execute import read_planned
 from ucformat.reading.plan import ReadItem, Verify, make_plan
-from ucformat.reading.read import read_planned
 from ucformat.storage.memory import MemoryStore
 
 CANARY, UNFILLED = 0xA5, 0xF0

@@ -12,7 +12,7 @@ import numpy as np
 from tests.schedules.commands import COMMANDS, COPY, GONE, LONG, TREES, arrays, first_world, parse_actor
 from tests.schedules.world import CATALOGS, FAULTS, ROOTS, Call, World
 from ucformat.catalog.catalog import Catalog
-from ucformat.catalog.columns import Base
+from ucformat.catalog.models import Base
 from ucformat.errors import Conflict, NotACheckpoint, NotFound, PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.structure import read_manifest
 from ucformat.jobs.gc import collect

@@ -33,9 +33,9 @@ from sqlalchemy.pool import StaticPool
 
 import ucformat  # noqa: F401 - it has catalogs write their documents
 from tests.inline import Inline
-from ucformat.catalog.columns import Base
 from ucformat.catalog.database import Database, _begin_sqlite
 from ucformat.catalog.database import translated_errors as translated_database_errors
+from ucformat.catalog.models import Base
 from ucformat.errors import Conflict, UcformatError, Uncertain
 from ucformat.format.structure import parse_manifest
 from ucformat.schema.documents import is_tombstone
@@ -628,7 +628,7 @@ def _patches(world: World) -> Iterator[Any]:
     for package in _PACKAGES:
         found = import_module(f"ucformat.{package}")
         for info in pkgutil.walk_packages(found.__path__, f"ucformat.{package}."):
-            if not info.name.startswith("ucformat.sources.") or "safetensors" in info.name:
+            if not info.name.startswith("ucformat.sources.opening.") or "safetensors" in info.name:
                 import_module(info.name)
     for name in _MODULES:
         import_module(name)

@@ -10,8 +10,7 @@ import pytest
 
 from ucformat.errors import LayoutError, NotFound, UpgradeNeeded
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.mesh import Mesh
-from ucformat.geometry.placement import Flat, Owner, Partial, Replicate, Rule, Shard, Stage
+from ucformat.geometry.placement import Flat, Mesh, Owner, Partial, Replicate, Rule, Shard, Stage
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.schema.layout import json_schema
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ucformat.errors import UcformatError
-from ucformat.sources.pickle import opcodes, unpickler
+from ucformat.sources.pickle import unpickler
+from ucformat.sources.pickle import unpickler as opcodes
 from ucformat.sources.pickle.stand_ins import Inert, NdArray, NumpyDtype, Stream
 
 try:

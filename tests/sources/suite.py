@@ -28,10 +28,10 @@ from ucformat.cli.main import ucp
 from ucformat.errors import UcformatError
 from ucformat.exporters.base import left_out
 from ucformat.geometry.box import Box
-from ucformat.sources import SOURCES
-from ucformat.sources.dcp import metadata
+from ucformat.sources import safetensors as opened
+from ucformat.sources.distcp import metadata
+from ucformat.sources.opening import SOURCES
 from ucformat.sources.pickle import file
-from ucformat.sources.safetensors import opened
 from ucformat.storage.local import LocalStore
 
 __all__ = ["DATA", "Sample", "SourceSuite", "kept"]

@@ -9,9 +9,8 @@ import pytest
 
 from tests.sources.suite import Sample, SourceSuite, kept
 from ucformat.checkpoint import open_checkpoint
+from ucformat.engines.bytecheckpoint.source import LATEST, ByteCheckpoint
 from ucformat.errors import UsageError
-from ucformat.sources.bytecheckpoint import ByteCheckpoint
-from ucformat.sources.bytecheckpoint.folder import LATEST
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

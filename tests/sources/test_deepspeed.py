@@ -11,6 +11,7 @@ import pytest
 from tests.engines import make_deepspeed
 from tests.sources.conftest import CHOSEN, matrix
 from tests.sources.reading import Counting, read_tensor
+from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import (
     IntegrityError,
     MissingData,
@@ -22,8 +23,7 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.geometry.tensor import Key
-from ucformat.sources import open_source
-from ucformat.sources.deepspeed import DeepSpeed
+from ucformat.sources.opening import open_source
 from ucformat.sources.pickle.file import TorchFile
 from ucformat.storage.local import LocalStore
 

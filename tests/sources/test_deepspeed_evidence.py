@@ -18,10 +18,10 @@ from tests.patience import PATIENCE
 from tests.sources.megatron_deepspeed import FLAT, Model, gpt, write
 from tests.sources.test_deepspeed_megatron import SMALL, check, opened
 from ucformat.cli.main import ucp
+from ucformat.engines.deepspeed.inference import ModelSizes, as_its_weight
 from ucformat.errors import AmbiguousLayout, IntegrityError, UsageError
 from ucformat.geometry.tensor import Key
-from ucformat.sources.deepspeed.inference import ModelSizes, as_its_weight
-from ucformat.sources.tp_merge.sharding import concatenate, replicate
+from ucformat.sources.tp_merge import concatenate, replicate
 
 if TYPE_CHECKING:
     from pathlib import Path

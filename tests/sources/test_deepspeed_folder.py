@@ -9,9 +9,9 @@ import pytest
 import ucformat
 from tests.fakes import Arrays, random_array, same
 from tests.zero_files import FLAT, write_zero3
+from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import NotACheckpoint, UsageError
-from ucformat.sources import open_source
-from ucformat.sources.deepspeed import DeepSpeed
+from ucformat.sources.opening import open_source
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import ucformat
 from tests.sources.megatron_deepspeed import FLAT, PAPER_SOURCES, Model, gpt, write
 from tests.sources.reading import read_tensor
 from tests.sources.suite import Sample, SourceSuite
+from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import AmbiguousLayout, IntegrityError, LayoutError, MissingData, UcformatError, UnsupportedError
 from ucformat.geometry.tensor import Key
-from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 

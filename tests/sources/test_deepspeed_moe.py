@@ -10,10 +10,10 @@ import pytest
 
 from tests.sources.reading import Counting, read_tensor
 from tests.sources.suite import Sample, SourceSuite, kept
+from ucformat.engines.deepspeed.experts import Experts
+from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsupportedError
 from ucformat.geometry.tensor import Key
-from ucformat.sources.deepspeed import DeepSpeed
-from ucformat.sources.deepspeed.experts import Experts
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ import pytest
 
 from tests.sources.reading import Counting, read_tensor
 from tests.sources.suite import Sample, SourceSuite, kept
+from ucformat.engines.deepspeed import zero as ranks
+from ucformat.engines.deepspeed.merge import Merged
+from ucformat.engines.deepspeed.source import DeepSpeed
+from ucformat.engines.deepspeed.zero import Slice
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key, TensorInfo
-from ucformat.sources.deepspeed import DeepSpeed, ranks
-from ucformat.sources.deepspeed.merge import Merged
-from ucformat.sources.deepspeed.ranks import Slice
-from ucformat.sources.tp_merge.replicas import LocalContents
-from ucformat.sources.tp_merge.sharding import sub_params
+from ucformat.sources.tp_merge import LocalContents, sub_params
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 

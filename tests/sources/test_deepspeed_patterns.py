@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from tests.geometry.reference import inside
+from ucformat.engines.deepspeed.inference import Doubt, infer
+from ucformat.engines.deepspeed.patterns import Patterns, TensorParallelInfo
 from ucformat.errors import IntegrityError, LayoutError, UcformatError, UnsupportedError, UpgradeNeeded
 from ucformat.geometry.box import Box
 from ucformat.geometry.placement import Shard
-from ucformat.sources.deepspeed.inference import Doubt, infer
-from ucformat.sources.deepspeed.patterns import Patterns, TensorParallelInfo
-from ucformat.sources.tp_merge.replicas import Replica
-from ucformat.sources.tp_merge.sharding import shard
+from ucformat.sources.tp_merge import Replica, shard
 
 if TYPE_CHECKING:
-    from ucformat.sources.tp_merge.sharding import TPSharding
+    from ucformat.sources.tp_merge import TPSharding
 
 
 def numbered(*shape: int) -> Any:

@@ -10,9 +10,9 @@ import pytest
 from tests.sources.reading import Counting, read_tensor
 from tests.sources.suite import Sample, SourceSuite, kept
 from ucformat.checkpoint import open_checkpoint
+from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import IntegrityError, MissingData, NotFound, UcformatError, UnsupportedError
 from ucformat.geometry.tensor import Key
-from ucformat.sources.deepspeed import DeepSpeed
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

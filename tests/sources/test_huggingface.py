@@ -18,9 +18,9 @@ from tests.sources.suite import Sample, SourceSuite, kept
 from tests.sources.test_deepspeed_evidence import LAYER, added
 from tests.sources.test_deepspeed_megatron import SMALL
 from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.engines.huggingface.trainer import HuggingFace
 from ucformat.errors import AmbiguousLayout, IntegrityError, MissingData, UnsupportedError, UsageError
 from ucformat.geometry.layout import Layout
-from ucformat.sources.huggingface import HuggingFace
 from ucformat.sources.values import from_json
 from ucformat.storage.local import LocalStore
 
@@ -315,7 +315,7 @@ def sizes(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gpt2"])
 def test_the_order_of_a_module_is_that_of_transformers(family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    from ucformat.sources.huggingface.engines import FAMILIES, sort_names
+    from ucformat.engines.huggingface.trainer_opened import FAMILIES, sort_names
 
     parts, name = FAMILIES[family]
     cls = getattr(transformers, name)

@@ -14,6 +14,9 @@ import pytest
 import ucformat
 from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.engines.megatron.classic import NameResolver
+from ucformat.engines.megatron.folder import Arguments
+from ucformat.engines.megatron.source import Megatron
 from ucformat.errors import (
     AmbiguousLayout,
     IntegrityError,
@@ -23,9 +26,6 @@ from ucformat.errors import (
     UnsupportedError,
     UsageError,
 )
-from ucformat.sources.megatron import Megatron
-from ucformat.sources.megatron.arguments import Arguments
-from ucformat.sources.megatron.resolver import NameResolver
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.sources.reading import Counting
 from ucformat.checkpoint import Checkpoint
-from ucformat.sources import SOURCES
+from ucformat.sources.opening import SOURCES
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from numcodecs import zstd  # type: ignore[import-untyped]
 import ucformat
 from tests.sources.suite import Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.engines.orbax.ocdbt import _Body, _body, _locate
+from ucformat.engines.orbax.source import Orbax
+from ucformat.engines.orbax.tree import tensor_keys
 from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsafeError, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
-from ucformat.sources.orbax import Orbax
-from ucformat.sources.orbax.ocdbt import _Body, _body, _locate
-from ucformat.sources.orbax.tree import tensor_keys
 from ucformat.storage.base import ByteRange
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore

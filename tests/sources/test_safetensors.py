@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from tests.sources.suite import Sample, SourceSuite
 from ucformat.checkpoint import open_checkpoint
+from ucformat.engines.huggingface.safetensors import Safetensors
 from ucformat.errors import (
     IntegrityError,
     MissingData,
@@ -24,8 +25,7 @@ from ucformat.errors import (
     UnsupportedError,
     UsageError,
 )
-from ucformat.sources.safetensors import Safetensors
-from ucformat.sources.safetensors.opened import DTYPES, PACKED, parse_header, read_header
+from ucformat.sources.safetensors import DTYPES, PACKED, parse_header, read_header
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from tests.sources.reading import Counting
 from tests.sources.suite import DATA
 from tests.zero_files import FLAT, write_zero3
 from ucformat.checkpoint import Checkpoint
-from ucformat.sources.dcp import Dcp
-from ucformat.sources.deepspeed import DeepSpeed
+from ucformat.engines.deepspeed.source import DeepSpeed
+from ucformat.engines.pytorch.dcp import Dcp
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

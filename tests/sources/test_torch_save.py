@@ -9,9 +9,9 @@ import torch
 
 from tests.sources.suite import Sample, SourceSuite
 from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.engines.pytorch.torch_save import TorchSave
 from ucformat.errors import IntegrityError, MissingData, NotACheckpoint, UnsafeError, UnsupportedError, UsageError
 from ucformat.sources.pickle.optimizer import Candidate, Entry, match
-from ucformat.sources.torch_save import TorchSave
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

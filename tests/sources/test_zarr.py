@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 import ucformat
 from tests.sources.suite import Sample, SourceSuite, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.engines.orbax import zarr_chunks as chunks_module
+from ucformat.engines.orbax.zarr import Zarr
+from ucformat.engines.orbax.zarr_array import parse_v3
+from ucformat.engines.orbax.zarr_chunks import Chunks
 from ucformat.errors import IntegrityError, MissingData, NotACheckpoint, UcformatError, UnsupportedError
 from ucformat.format.zarr_types import register_zarr_dtypes
 from ucformat.geometry.box import Box
 from ucformat.reading.dtypes import dtype_name
-from ucformat.sources.zarr import Zarr
-from ucformat.sources.zarr import chunks as chunks_module
-from ucformat.sources.zarr.array import parse_v3
-from ucformat.sources.zarr.chunks import Chunks
-from ucformat.sources.zarr.values import DECODED, Cache
+from ucformat.storage.decoded import DECODED, Cache
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store

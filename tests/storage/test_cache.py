@@ -18,9 +18,9 @@ from tests.s3 import set_environment
 from tests.s3_files import Served, serving_files
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import Conflict, MissingData, NotFound, PermissionDenied, UnsafeError
-from ucformat.storage.cache import blocks, scope
-from ucformat.storage.cache.entry import Entry
-from ucformat.storage.cache.folder import CacheFolder
+from ucformat.storage.cache import scope
+from ucformat.storage.cache import store as blocks
+from ucformat.storage.cache.folder import CacheFolder, Entry
 from ucformat.storage.cache.store import CachingStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store

@@ -10,8 +10,8 @@ import pytest
 
 from ucformat.errors import PermissionDenied
 from ucformat.storage.base import Info
-from ucformat.storage.cache import answers
-from ucformat.storage.cache.answers import Answers
+from ucformat.storage.cache import store as answers
+from ucformat.storage.cache.store import Answers
 
 SECOND = 1_000_000_000
 START = 100 * SECOND

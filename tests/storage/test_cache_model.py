@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.s3 import ENVIRONMENT
 from tests.s3_files import BUCKET, Served, serving_files
 from ucformat.errors import MissingData, NotFound
-from ucformat.storage.cache import blocks, scope
+from ucformat.storage.cache import scope
+from ucformat.storage.cache import store as blocks
 from ucformat.storage.cache.folder import CacheFolder
 from ucformat.storage.url import open_store
 

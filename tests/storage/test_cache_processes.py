@@ -156,9 +156,10 @@ def test_eight_processes_receive_each_byte_once(
 def test_a_process_that_is_stopped_holds_nobody_up_for_ever(
     tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ucformat.storage.cache import answers, blocks, state
+    from ucformat.storage.cache import folder
+    from ucformat.storage.cache import store as caching
 
-    for module, name in ((answers, "_PATIENCE"), (blocks, "_PATIENCE"), (state, "_PATIENCE")):
+    for module, name in ((caching, "_PATIENCE"), (caching, "_BLOCK_PATIENCE"), (folder, "_ACCOUNTS_PATIENCE")):
         monkeypatch.setattr(module, name, 0.05)
     files = tmp_path / "served" / "run"
     files.mkdir(parents=True)

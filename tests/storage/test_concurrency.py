@@ -11,8 +11,8 @@ from tests.patience import PATIENCE
 from ucformat.storage import concurrency
 from ucformat.storage.concurrency import THREADS, map_io
 from ucformat.storage.memory import MemoryStore
-from ucformat.storage.shared import RememberingStore
 from ucformat.storage.testing import put
+from ucformat.torch.loading.share import RememberingStore
 
 
 class Clock:

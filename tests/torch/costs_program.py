@@ -16,8 +16,8 @@ import ucformat
 from tests.torch.faults_program import error_of, sharded
 from ucformat.torch import PerRank, Rng, load, save
 from ucformat.torch.comm import bulk
+from ucformat.torch.comm.bulk import Links
 from ucformat.torch.comm.group import Group, group_of
-from ucformat.torch.comm.links import Links
 from ucformat.torch.state.elements import SharedRange, write_shared
 
 MIB = 1 << 20

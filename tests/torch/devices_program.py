@@ -26,7 +26,7 @@ from ucformat.torch import Rng, load, save, state_dict
 from ucformat.torch.loading import read as reading
 from ucformat.torch.loading import share
 from ucformat.torch.loading.match import Matched
-from ucformat.torch.saving.staging import HostBuffer, room_for, stage
+from ucformat.torch.saving.background import HostBuffer, room_for, stage
 from ucformat.torch.state import memory, subclasses
 from ucformat.torch.state.elements import map_shared
 from ucformat.torch.state.local import local_of, local_state

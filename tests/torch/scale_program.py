@@ -19,8 +19,7 @@ from tests.patience import PATIENCE, wait_until
 from tests.torch.many_ranks import LAYOUTS, holds, state_of
 from tests.torch.ranks import all_gather
 from ucformat.errors import Conflict, UcformatError
-from ucformat.torch.comm.group import Group
-from ucformat.torch.comm.tree import connect_by_store
+from ucformat.torch.comm.group import Group, connect_by_store
 from ucformat.torch.loading.load import load_local
 from ucformat.torch.saving.manifest import SaveMetadata
 from ucformat.torch.saving.options import Form, SaveOptions

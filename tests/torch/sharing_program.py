@@ -18,8 +18,8 @@ from tests.torch.faults_program import TIMEOUT, die, error_of, sharded
 from ucformat.storage.base import Costs
 from ucformat.storage.local import LocalStore
 from ucformat.torch import load, save
-from ucformat.torch.comm import tree
-from ucformat.torch.comm.tree import Host
+from ucformat.torch.comm import group as tree
+from ucformat.torch.comm.group import Host
 from ucformat.torch.loading import read as reading
 from ucformat.torch.loading import share
 

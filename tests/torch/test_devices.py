@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.torch.devices_program import SCENARIOS
-from ucformat.torch.saving.staging import HostBuffer, room_for, stage
+from ucformat.torch.saving.background import HostBuffer, room_for, stage
 from ucformat.torch.state.local import local_state
 
 

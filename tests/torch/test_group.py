@@ -20,17 +20,17 @@ import torch.distributed as dist
 from tests.patience import PATIENCE
 from tests.torch.ranks import all_gather
 from ucformat.errors import Conflict, UcformatError
-from ucformat.torch.comm import bulk, tree
+from ucformat.torch.comm import bulk
+from ucformat.torch.comm import group as tree
 from ucformat.torch.comm.connections import Node
-from ucformat.torch.comm.group import Group, group_of, single_process_group
-from ucformat.torch.comm.tree import Host, connect_by_store
+from ucformat.torch.comm.group import Group, Host, connect_by_store, group_of, single_process_group
 from ucformat.torch.saving.worker import WorkerStart, _connect
 from ucformat.torch.state.elements import SharedMemory, map_range, write_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ucformat.torch.comm.links import Links
+    from ucformat.torch.comm.bulk import Links
     from ucformat.torch.state.elements import SharedRange
 
 

@@ -30,7 +30,8 @@ from ucformat.jobs import weight_files
 from ucformat.storage.in_place import PartsWriter
 from ucformat.storage.local import LocalStore
 from ucformat.storage.strided import checksum
-from ucformat.torch.saving import in_place, parts
+from ucformat.torch.saving import in_place
+from ucformat.torch.saving import in_place as parts
 from ucformat.torch.saving.assignment import GlobalPlan, GlobalTensor, WriteItem
 from ucformat.torch.saving.in_place import block_crcs, write_in_place
 from ucformat.torch.saving.plan import Held

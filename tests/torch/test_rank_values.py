@@ -20,10 +20,10 @@ from ucformat.schema.manifest import PerRankDoc
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
 from ucformat.torch import PerRank, save
-from ucformat.torch.comm.tree import parents_of
+from ucformat.torch.comm.group import parents_of
 from ucformat.torch.comm.wire import decode, encode
-from ucformat.torch.saving import rank_values
-from ucformat.torch.saving.rank_values import RankValues
+from ucformat.torch.saving import manifest as rank_values
+from ucformat.torch.saving.manifest import RankValues
 
 if TYPE_CHECKING:
     import random

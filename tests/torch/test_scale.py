@@ -17,7 +17,7 @@ from tests.patience import PATIENCE
 from tests.torch.many_ranks import LAYOUTS, whole
 from tests.torch.running import MODULES, environment
 from ucformat.torch.comm.connections import Node
-from ucformat.torch.comm.tree import FAN_OUT, parents_of, ranks_of_hosts
+from ucformat.torch.comm.group import FAN_OUT, parents_of, ranks_of_hosts
 
 if TYPE_CHECKING:
     from pathlib import Path

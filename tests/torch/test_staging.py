@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tests.torch.test_fragments import raw, tensors
 from ucformat.geometry.local import Dim, Run
 from ucformat.geometry.tensor import TensorInfo
-from ucformat.torch.saving import staging
-from ucformat.torch.saving.staging import HostBuffer, room_for, stage
+from ucformat.torch.saving import background as staging
+from ucformat.torch.saving.background import HostBuffer, room_for, stage
 from ucformat.torch.state.elements import elements_of, map_shared, row_major_bytes
 from ucformat.torch.state.local import LocalShard, LocalState, local_of, pieces_in
 

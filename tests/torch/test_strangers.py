@@ -22,12 +22,12 @@ from tests.torch.attack import Attack
 from tests.torch.ranks import Ranks, all_gather
 from tests.torch.strangers_program import said_by_strangers
 from ucformat.errors import IntegrityError, UcformatError
-from ucformat.torch.comm import handshake, tree
+from ucformat.torch.comm import group as tree
+from ucformat.torch.comm import handshake
+from ucformat.torch.comm.bulk import Links
 from ucformat.torch.comm.connections import Node
-from ucformat.torch.comm.group import Group
+from ucformat.torch.comm.group import Group, Host, connect_by_store, host_here, listen
 from ucformat.torch.comm.handshake import ask, connect, send_alarm
-from ucformat.torch.comm.links import Links
-from ucformat.torch.comm.tree import Host, connect_by_store, host_here, listen
 from ucformat.torch.state.elements import SharedMemory
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ucformat.catalog.catalog import Catalog
 from ucformat.storage.local import LocalStore
 from ucformat.torch import PerRank, load, save
 from ucformat.torch.comm.group import group_of
-from ucformat.torch.loading.together import open_together
+from ucformat.torch.loading.share import open_together
 
 
 class Requests:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from tests.patience import PATIENCE
 from tests.torch.faults_program import TIMEOUT, error_of
 from ucformat.torch import PerRank, Rng, async_save, load, save
-from ucformat.torch.saving import background, rank_values
+from ucformat.torch.saving import background
+from ucformat.torch.saving import manifest as rank_values
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,7 +22,7 @@ from ucformat.errors import ChecksumError, LayoutError, UnsupportedError
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import RecordingStore
-from ucformat.views import gather
+from ucformat.views import viewed as gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable

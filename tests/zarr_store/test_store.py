@@ -32,7 +32,7 @@ from ucformat.format.chunking import chunk_shape
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
-from ucformat.storage.watched import find_watched
+from ucformat.storage.wrappers import find_watched
 from ucformat.zarr_store.store import CheckpointStore
 
 if TYPE_CHECKING:

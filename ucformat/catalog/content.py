@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.columns import storable_text
-from ucformat.catalog.models import BLOCK, Checkpoint, Digest, Form, Location, Tensor, TensorSet
+from ucformat.catalog.models import BLOCK, Checkpoint, Digest, Form, Location, Tensor, TensorSet, storable_text
 from ucformat.catalog.rows import all_blocks, insert_if_absent, insert_rows
 from ucformat.errors import Conflict
 

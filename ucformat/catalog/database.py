@@ -16,8 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
-from ucformat.catalog.columns import Base
-from ucformat.catalog.models import Identity
+from ucformat.catalog.models import Base, Identity
 from ucformat.errors import NotFound, PermissionDenied, UcformatError, UnsupportedError, UpgradeNeeded, UsageError
 from ucformat.migrations import HEAD, KNOWN, configuration
 from ucformat.redacted import learn, learn_url, redacted, scrub

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.columns import stored_metric
-from ucformat.catalog.edges import insert_edge
 from ucformat.catalog.labels import alias_target, record_untag, set_tag
+from ucformat.catalog.lineage import insert_edge
 from ucformat.catalog.models import (
     Alias,
     AliasClaim,
@@ -32,10 +31,10 @@ from ucformat.catalog.models import (
     Run,
     Tag,
     Untag,
+    stored_metric,
 )
 from ucformat.catalog.recording import set_run
-from ucformat.catalog.retention import protections
-from ucformat.catalog.retention_rows import retention_rows
+from ucformat.catalog.retention import protections, retention_rows
 from ucformat.catalog.rows import MAX_IN_LIST, event, insert_if_absent, lock, lock_names, touch, unindexed
 from ucformat.catalog.stamp import GRACE, clocks
 from ucformat.schema.documents import AliasDoc, CatalogDoc, EdgeDoc, HoldDoc, MetricDoc, NoteDoc, TagDoc, UntagDoc

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.launches import load_continuations
+from ucformat.catalog.lines import load_continuations
 from ucformat.catalog.models import (
     Alias,
     AliasMove,

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
-from ucformat.catalog.columns import stored_metric
-from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag, Untag
+from ucformat.catalog.models import Alias, AliasMove, Checkpoint, Hold, Metric, Note, Tag, Untag, stored_metric
 from ucformat.catalog.rows import event, insert_if_absent, lock, lock_names
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UsageError
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ucformat.catalog.content import TensorEntry
+    from ucformat.catalog.deletion import PurgePlan
     from ucformat.catalog.diff import Diff
     from ucformat.catalog.entries import AliasEntry, Entry, MoveEntry
     from ucformat.catalog.lineage import Lineage
-    from ucformat.catalog.purge import PurgePlan
     from ucformat.catalog.refs import LocationEntry
     from ucformat.catalog.rows import EventEntry
     from ucformat.catalog.sql import Table
@@ -241,8 +241,8 @@ class CatalogReader:
         Args:
             grace: the grace period of those that have none of their own (default: 7 days).
         """
-        from ucformat.catalog.purge import plan_purge
-        from ucformat.catalog.retention_rows import REMOVED, retention_rows
+        from ucformat.catalog.deletion import plan_purge
+        from ucformat.catalog.retention import REMOVED, retention_rows
 
         with self._database.reading() as c:
             plan = plan_purge(retention_rows(c, stamp.now(), states=REMOVED), stamp.now(), grace, stamp.clocks(c))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.columns import canonical_hash, storable_json, storable_text, stored_metric
 from ucformat.catalog.content import (
     add_digests,
     check_same,
@@ -18,10 +17,23 @@ from ucformat.catalog.content import (
     remove_digests,
     tensor_sets,
 )
-from ucformat.catalog.edges import insert_edges, parent_names
-from ucformat.catalog.launches import link_launches, record_continued
-from ucformat.catalog.lines import folder_launch
-from ucformat.catalog.models import Checkpoint, Config, Edge, Form, Launch, Location, Metric, Run, Verification
+from ucformat.catalog.lineage import insert_edges, parent_names
+from ucformat.catalog.lines import folder_launch, link_launches, record_continued
+from ucformat.catalog.models import (
+    Checkpoint,
+    Config,
+    Edge,
+    Form,
+    Launch,
+    Location,
+    Metric,
+    Run,
+    Verification,
+    canonical_hash,
+    storable_json,
+    storable_text,
+    stored_metric,
+)
 from ucformat.catalog.refs import parent_name, same_place
 from ucformat.catalog.rows import event, events, get_or_insert, insert_if_absent, lock, lock_names, touch, unindexed
 from ucformat.errors import UsageError

@@ -15,8 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from ucformat.catalog.columns import storable_json
-from ucformat.catalog.models import Checkpoint, Event
+from ucformat.catalog.models import Checkpoint, Event, storable_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from ucformat.catalog.launches import load_continuations
-from ucformat.catalog.lines import lines
+from ucformat.catalog.lines import lines, load_continuations
 from ucformat.catalog.models import Checkpoint, Metric, Run
 from ucformat.catalog.newest import before, select_newest_first
 from ucformat.catalog.rows import unindexed

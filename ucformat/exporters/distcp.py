@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.exporters.base import ExportOptions, Span, TargetFile, option
 from ucformat.exporters.pickle import ALLOWED, Call, Global, Instance, SavedTensor, dump
-from ucformat.exporters.torch_file import torch_archive
+from ucformat.exporters.zip_file import torch_archive
 from ucformat.geometry.box import Box
 from ucformat.schema import ITEMSIZE
 

@@ -27,7 +27,7 @@ from ucformat.exporters.base import (
 )
 from ucformat.reading.readable import PART_OF
 from ucformat.sources.model_files import find_assets
-from ucformat.sources.safetensors.opened import DTYPES, PACKED
+from ucformat.sources.safetensors import DTYPES, PACKED
 from ucformat.storage.base import Info
 from ucformat.storage.url import open_store
 

@@ -1,25 +1,64 @@
-"""Uncompressed zip archives as parts of a file, which is written from beginning to end.
-
-The CRC-32 of a member that contains elements of tensors follows it, in a data descriptor, and is repeated in the
-directory at the end (PKWARE's APPNOTE 4.3.9, 4.4.4). The contents of members begin at multiples of 64 bytes, so that
-they can be mapped to memory. Sizes and numbers of members are not limited (zip64, APPNOTE 4.5.3).
-"""
+"""Files as `torch.save` writes them: an uncompressed zip archive of a pickle and the storages of its tensors."""
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from ucformat.errors import UnsupportedError
-from ucformat.exporters.base import Sealed
-from ucformat.storage.crc import CRC32_SHIFT
+from ucformat.exporters.base import Sealed, TargetFile
+from ucformat.exporters.pickle import Storage, dump
+from ucformat.storage.strided import CRC32_SHIFT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ucformat.exporters.base import Part, Span
+
+
+def torch_file(key: str, value: Any, *, last: bool = False) -> TargetFile:
+    """A file of `torch.save`."""
+    return TargetFile.of(key, *torch_archive(value, _top(key)), last=last)
+
+
+def lazy_torch_file(
+    key: str, make: Callable[[bool], Any], *, like: TargetFile | None = None, last: bool = False
+) -> TargetFile:
+    """A file of `torch.save` whose value is made when it is written, so that a plan need not hold those of all ranks.
+
+    Args:
+        make: returns the value; called with False when the file is planned, for which spans need no pieces.
+        like: a planned file of the same size, so that the value is not made for the plan.
+    """
+    nbytes = torch_file(key, make(False)).nbytes if like is None else like.nbytes
+    return TargetFile(key, nbytes, lambda: torch_archive(make(True), _top(key)), last, checksums=True)
+
+
+def _top(key: str) -> str:
+    """The folder in the archive, which PyTorch names after the file."""
+    return key.rpartition("/")[2].partition(".")[0] or "archive"
+
+
+def torch_archive(value: Any, top: str = "archive", spans: int = 0) -> tuple[Part, ...]:
+    """The parts of an archive, which may be part of a larger file."""
+    keys: dict[Storage, str] = {}
+    pickled = dump(value, lambda storage: keys.setdefault(storage, str(len(keys))))
+    archive = ZipArchive(spans)
+    archive.add(f"{top}/data.pkl", pickled)
+    archive.add(f"{top}/byteorder", b"little")
+    for storage, key in keys.items():
+        archive.add(f"{top}/data/{key}", storage.span if storage.data is None else storage.data)
+    archive.add(f"{top}/version", b"3\n")
+    return archive.end()
+
+
+# Uncompressed zip archives as parts of a file, which is written from beginning to end.
+#
+# The CRC-32 of a member that contains elements of tensors follows it, in a data descriptor, and is repeated in the
+# directory at the end (PKWARE's APPNOTE 4.3.9, 4.4.4). The contents of members begin at multiples of 64 bytes, so that
+# they can be mapped to memory. Sizes and numbers of members are not limited (zip64, APPNOTE 4.5.3).
 
 _ALIGN = 64
 _MAX32, _MAX16 = 0xFFFFFFFF, 0xFFFF

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ValidationError
 
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UnsafeError, UnsupportedError
-from ucformat.format.encoding import encoded
+from ucformat.format.digest import encoded
 from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
 from ucformat.schema.manifest import ATTEMPT, MANIFEST, AttemptDoc
 

@@ -21,7 +21,7 @@ from ucformat.format.structure import Problem
 from ucformat.format.universal import grid_of
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
-from ucformat.reading.read import read_flat
+from ucformat.reading.execute import read_flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

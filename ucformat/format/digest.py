@@ -1,25 +1,62 @@
-"""Content digests: XXH3-128 of each chunk of a tensor, and then of these digests, which may be computed in any order.
-
-XXH3 runs at memory speed and finds accidental changes; it is not secure against deliberate collisions. Small files have
-a SHA-256 digest.
-"""
+"""Encodes documents, and parses them again before they replace anything, since nobody could open what is wrong."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
+
+from ucformat.errors import UsageError
+from ucformat.schema.limits import MAX_DEPTH, check_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy as np
     from numpy.typing import NDArray
+    from pydantic import BaseModel
 
     from ucformat.format.chunking import Grid
     from ucformat.storage.base import Bytes, Store
+
+
+def check_values(values: Any, label: str, depth: int = MAX_DEPTH) -> None:
+    """Check that JSON values keep the limits of documents."""
+    try:
+        check_json(values, label, depth)
+    except ValueError as error:
+        raise UsageError(str(error), hint=_HINT) from None
+
+
+def encoded(document: BaseModel) -> bytes:
+    """The file of a document, after it was parsed again: what no reader would accept must replace nothing."""
+    try:
+        data = document.model_dump_json(indent=1).encode()
+        same = type(document).model_validate_json(data) == document
+    except (ValueError, RecursionError) as error:
+        raise unwritable(type(document).__name__, error) from None
+    if not same:
+        raise unwritable(type(document).__name__, "what was written differs from what is read")
+    return data
+
+
+def unwritable(document: str, reason: object) -> UsageError:
+    """The error for a document that no reader would accept."""
+    return UsageError(
+        f"{document} would exceed the limits of the format, so nothing was replaced: {str(reason)[:300]}",
+        hint=_HINT,
+    )
+
+
+_HINT = "docs/spec.md (Limits) lists the limits of nesting, integers and text; change the value that the message names"
+
+
+# Content digests: XXH3-128 of each chunk of a tensor, and then of these digests, which may be computed in any order.
+#
+# XXH3 runs at memory speed and finds accidental changes; it is not secure against deliberate collisions. Small files have
+# a SHA-256 digest.
 
 LEAF_BYTES = 16
 _BLOCK = 8 << 20  # bytes of a file in memory at once

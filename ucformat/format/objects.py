@@ -17,7 +17,7 @@ import numpy as np
 
 from ucformat.errors import IntegrityError
 from ucformat.format.arrays import put_file
-from ucformat.format.encoding import check_values, unwritable
+from ucformat.format.digest import check_values, unwritable
 from ucformat.format.universal import json_object
 from ucformat.schema.limits import MAX_OBJECT_DEPTH
 from ucformat.schema.manifest import RangesDoc

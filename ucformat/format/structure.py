@@ -19,8 +19,7 @@ from pydantic import BaseModel, ValidationError
 from ucformat._version import __version__
 from ucformat.errors import Inconsistent, IntegrityError, NotACheckpoint, NotFound, UcformatError, UpgradeNeeded
 from ucformat.format.chunking import Grid
-from ucformat.format.digest import own_digest, with_own_digest
-from ucformat.format.encoding import unwritable
+from ucformat.format.digest import own_digest, unwritable, with_own_digest
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.documents import is_tombstone
 from ucformat.schema.limits import (

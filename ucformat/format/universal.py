@@ -28,7 +28,7 @@ from ucformat.schema.manifest import MANIFEST, GroupDoc, Manifest
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.schema.values import loads
 from ucformat.storage.local import LocalStore
-from ucformat.storage.watched import WatchedStore, first_info
+from ucformat.storage.wrappers import WatchedStore, first_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

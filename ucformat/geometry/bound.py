@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ucformat.errors import LayoutError, TensorNotFound
-from ucformat.geometry.coverage import prove
+from ucformat.geometry.box import prove
 from ucformat.geometry.flat_buffer import FlatBuffer, join_flat
 from ucformat.geometry.local import Cut, Dim, local_dims, pieces_of
 from ucformat.geometry.patterns import compile_regex
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from ucformat.geometry.box import Box
-    from ucformat.geometry.mesh import Mesh
-    from ucformat.geometry.placement import Placed, Rule
+    from ucformat.geometry.placement import Mesh, Placed, Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ucformat.errors import CoverageError, LayoutError
-from ucformat.geometry.box import Box, bounding_box
-from ucformat.geometry.coverage import prove
+from ucformat.geometry.box import Box, bounding_box, prove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -16,8 +16,8 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.run import default_workers, run
 from ucformat.reading.dtypes import numpy_dtype
+from ucformat.reading.execute import read_flat, read_items
 from ucformat.reading.plan import ReadItem
-from ucformat.reading.read import read_flat, read_items
 from ucformat.schema import ITEMSIZE
 from ucformat.sources.values import to_json
 

@@ -16,19 +16,18 @@ from ucformat.errors import NotFinished, UcformatError, Uncertain, UnsupportedEr
 from ucformat.exporters.adapter import is_wrapped
 from ucformat.format.arrays import grid_doc, put_array, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
-from ucformat.format.encoding import check_values
+from ucformat.format.digest import check_values
 from ucformat.format.objects import copy_per_rank, put_objects
 from ucformat.format.universal import Universal, group_docs, paths_of
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.compare import spread_of
-from ucformat.jobs.convert_checks import joined, verifying
 from ucformat.jobs.finished import discard_finished
+from ucformat.jobs.inputs import joined, verifying
 from ucformat.jobs.record import lineage_from, record_commits, step_in_name
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import How, ShardJob, plan_document
 from ucformat.jobs.virtual import VirtualExtents, put_virtual
-from ucformat.jobs.weight_files import put_assets
-from ucformat.jobs.weights import WeightsJob, plan_files
+from ucformat.jobs.weight_files import WeightsJob, plan_files, put_assets
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
@@ -38,7 +37,7 @@ from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import as_store, as_strings
-from ucformat.storage.watched import check_unchanged, find_watched
+from ucformat.storage.wrappers import check_unchanged, find_watched
 from ucformat.views.model_config import OUTDATED, outdated
 
 if TYPE_CHECKING:

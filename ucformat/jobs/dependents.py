@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, UnsupportedError
 from ucformat.format.attempts import KINDS, replacing_attempts
-from ucformat.format.encoding import encoded
+from ucformat.format.digest import encoded
 from ucformat.format.mounted import is_below
 from ucformat.format.structure import read_manifest
 from ucformat.schema.documents import NEEDED_BY, TOMBSTONE, NeededByDoc

@@ -26,7 +26,7 @@ from ucformat.errors import (
 )
 from ucformat.format.attempts import TRIES, contended, replacing_attempts
 from ucformat.format.commit import settle
-from ucformat.format.encoding import encoded
+from ucformat.format.digest import encoded
 from ucformat.format.structure import find_manifest
 from ucformat.jobs.dependents import dependents_at
 from ucformat.jobs.listing import check_removed, is_empty

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotACheckpoint, NotFinished, UcformatError, UnsupportedError, UsageError
-from ucformat.exporters import EXPORTERS, make_exporter
 from ucformat.exporters.base import weights_of
+from ucformat.exporters.registry import EXPORTERS, make_exporter
 from ucformat.jobs.batches import How, record_all
 from ucformat.jobs.export_files import ExportJob
 from ucformat.jobs.export_place import begin_export, end_export, give_up_export
@@ -31,7 +31,7 @@ from ucformat.reading.readable import PART_OF
 from ucformat.references import open_reference
 from ucformat.schema import CASTABLE, NUMBERS
 from ucformat.storage.url import as_strings, open_store
-from ucformat.storage.watched import find_watched
+from ucformat.storage.wrappers import find_watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,7 +90,7 @@ def export(
         src: a checkpoint, or its path, url or reference; through `Checkpoint.view` with other names and shapes.
         dst: path or url of an empty or missing folder; or of a file, if it has an ending of the format (`model.pt`):
             other files in its folder do not matter.
-        kind: the format: one of `ucformat.exporters.EXPORTERS`.
+        kind: the format: one of `ucformat.exporters.registry.EXPORTERS`.
         states: the states to export (default: of formats that hold weights alone, each tensor's weight, or its master
             where only that is stored; of others all).
         cast: the dtype of all floating-point tensors (default: as they are stored). A finite value that does not fit is

@@ -1,47 +1,232 @@
-"""The files of an export, as tasks: each is written from beginning to end, while its elements are read and verified."""
+"""The parts of an exported file in bands of a few MiB, one of which is written while the next one is read."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from zlib import crc32
 
 import numpy as np
 
-from ucformat.errors import Conflict, NotFound
-from ucformat.exporters import make_exporter
+from ucformat.errors import Conflict, NotFound, UnsafeError, UnsupportedError
 from ucformat.exporters.base import Sealed, Span
+from ucformat.exporters.registry import make_exporter
 from ucformat.format.digest import document_digest
 from ucformat.geometry.box import bounding_box
-from ucformat.geometry.tensor import Key
-from ucformat.jobs.bands import WriteBehind, bands
-from ucformat.jobs.export_claim import CLAIM, FOLDER, read_claim
-from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
+from ucformat.geometry.tensor import Key, cut_piece
+from ucformat.jobs.export_place import CLAIM, FOLDER, read_claim
+from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, sums_of
 from ucformat.jobs.inputs import Input
-from ucformat.jobs.links import link_file
 from ucformat.jobs.reopen import options_of, other_found, plain_options, reopen, spec_of
 from ucformat.jobs.run import run, workers_for
-from ucformat.jobs.sums import sums_of
 from ucformat.reading.readable import TRACKERS
-from ucformat.storage.base import exists
+from ucformat.schema import ITEMSIZE
+from ucformat.storage.base import HIDDEN, check_key, exists
 from ucformat.storage.concurrency import map_io
+from ucformat.storage.error_mapping import mapping_os_errors
+from ucformat.storage.folders import thread_memory
 from ucformat.storage.upload import unit_for
-from ucformat.storage.url import open_store
-from ucformat.storage.watched import check_unchanged
+from ucformat.storage.url import open_store, split_url
+from ucformat.storage.wrappers import check_unchanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.exporters.base import Exporter, TargetFile
+    from ucformat.exporters.base import Exporter, Link, Part, TargetFile
     from ucformat.geometry.tensor import Piece, TensorInfo
-    from ucformat.jobs.bands import Cut
-    from ucformat.jobs.export_claim import Claim
-    from ucformat.jobs.sums import SumPart
-    from ucformat.storage.base import Info, Store
+    from ucformat.jobs.export_place import Claim
+    from ucformat.jobs.finished import SumPart
+    from ucformat.storage.base import Info, Store, Writer
+
+
+_BAND_BYTES = 8 << 20
+_PARTS = 4096  # of a band
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A range of a part: of its bytes, or of the elements of a span."""
+
+    part: bytes | Span
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the range."""
+        return (self.stop - self.start) * (1 if isinstance(self.part, bytes) else ITEMSIZE[self.part.dtype])
+
+    def pieces(self) -> Iterator[tuple[TensorInfo, Piece]]:
+        """The tensors in a range of a span, and the pieces, placed in a buffer of the range."""
+        assert isinstance(self.part, Span)  # noqa: S101
+        for info, piece in self.part.pieces:
+            for cut in cut_piece(piece, self.start, self.stop):
+                yield info, replace(cut, offset=cut.offset - self.start)
+
+
+def bands(parts: Iterable[Part]) -> Iterator[list[Cut] | Sealed]:
+    """Group the consecutive parts of a file that are read and written together, at most 8 MiB.
+
+    Large spans are cut at multiples of that, which are mostly the ends of chunks in the source.
+    """
+    band: list[Cut] = []
+    left = _BAND_BYTES
+    for part in parts:
+        if band and (isinstance(part, Sealed) or _nbytes(part) > left):
+            yield band
+            band, left = [], _BAND_BYTES
+        if isinstance(part, Sealed):
+            yield part
+            continue
+        unit, size = (1, len(part)) if isinstance(part, bytes) else (ITEMSIZE[part.dtype], part.size)
+        at = 0
+        while True:
+            stop = min(size, at + max(1, left // unit))
+            band.append(Cut(part, at, stop))
+            left -= (stop - at) * unit
+            at = stop
+            if left < unit or len(band) >= _PARTS:
+                yield band
+                band, left = [], _BAND_BYTES
+            if at >= size:
+                break
+    if band:
+        yield band
+
+
+def _nbytes(part: bytes | Span) -> int:
+    return len(part) if isinstance(part, bytes) else part.nbytes
+
+
+class WriteBehind:
+    """Writes a band in a thread of its own, while the caller fills the next one.
+
+    Args:
+        nbytes: bytes of the file. One of a single band is written by the caller's thread.
+    """
+
+    def __init__(self, out: Writer, nbytes: int) -> None:
+        self._out, self._turn = out, 0
+        self._pool = ThreadPoolExecutor(1, "ucformat-write") if nbytes > _BAND_BYTES else None
+        self._writing: Future[None] | None = None
+
+    def memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory to fill, of which nothing is being written."""
+        return thread_memory(f"band {self._turn}", nbytes)
+
+    def write(self, data: memoryview) -> None:
+        """Write bytes, after all that were given before.
+
+        Args:
+            data: the bytes, which do not change before `wait`, or the next call of this method, returns.
+        """
+        self.wait()
+        if self._pool is None:
+            self._out.write(data)
+            return
+        self._writing = self._pool.submit(copy_context().run, self._out.write, data)
+        self._turn ^= 1
+
+    def wait(self) -> None:
+        """Wait until everything is written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+# Links to the files of a checkpoint instead of copies of them, on a local disk.
+
+_FICLONE = 0x40049409  # of linux/fs.h: share the blocks of a file, which are copied when one of the two is written
+_NO_REFLINKS = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS}
+
+
+def link_file(src: Store, link: Link, dst: Store, key: str) -> None:
+    """Make a file of a folder a link to one of another; it appears under its name as a whole."""
+    source, target = _path(src) / check_key(link.key), _path(dst) / check_key(key)
+    with mapping_os_errors("create", str(target)):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    hidden = target.with_name(f"{HIDDEN}{secrets.token_hex(8)}.tmp")
+    try:
+        if link.hard:
+            _link(source, hidden, read_only=link.read_only)
+        else:
+            _clone(source, hidden)
+        with mapping_os_errors("create", str(target)):
+            hidden.replace(target)
+    finally:
+        with suppress(OSError):
+            hidden.unlink(missing_ok=True)
+    dst.adopt(key)
+
+
+def _path(store: Store) -> Path:
+    scheme, path = split_url(store.url)
+    if scheme not in ("", "file"):
+        raise UnsupportedError(f"{store.url} is not on a local disk, so files there cannot be linked", hint="copy them")
+    return Path(path)
+
+
+def _link(source: Path, hidden: Path, *, read_only: bool) -> None:
+    with mapping_os_errors("read", str(source)):
+        mode = stat.S_IMODE(source.stat().st_mode)
+        if mode & 0o222:
+            if not read_only:
+                raise UnsafeError(
+                    f"{source} can be written, and a program that writes to a hard link of it damages the checkpoint",
+                    hint="--read-only (read_only=True) removes the permission to write from the checkpoint's own file",
+                )
+            source.chmod(mode & ~0o222)
+    try:
+        with mapping_os_errors("link", str(source)):
+            os.link(source.resolve(), hidden, follow_symlinks=False)
+    except UnsupportedError as error:  # the file system has none, or they are on two
+        raise UnsupportedError(error.message, hint="leave out --link for a copy") from error
+
+
+def _clone(source: Path, hidden: Path) -> None:
+    with mapping_os_errors("read", str(source)):
+        taken = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with mapping_os_errors("create", str(hidden)):
+            made = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.ioctl(made, _FICLONE, taken)
+        except OSError as error:
+            if error.errno not in _NO_REFLINKS:
+                with mapping_os_errors("link", str(source)):
+                    raise
+            raise UnsupportedError(
+                f"{source} cannot be shared with {hidden.parent}: the file system has no reflinks, or they are on two",
+                hint="leave out --link for a copy, or give --link=hard, which shares the checkpoint's own file",
+            ) from error
+        finally:
+            os.close(made)
+    finally:
+        os.close(taken)
+
+
+# The files of an export, as tasks: each is written from beginning to end, while its elements are read and verified.
 
 
 def plan_of(source: Checkpoint, infos: Sequence[TensorInfo], exporter: Exporter) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ucformat.catalog.stamp import GRACE, make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
 from ucformat.format.attempts import attempt_of, folders_of, is_inside_attempt, names_below, record_key, refuse_others
 from ucformat.format.commit import abandon
-from ucformat.format.encoding import encoded
+from ucformat.format.digest import encoded
 from ucformat.format.structure import find_manifest
 from ucformat.jobs.documents import read_document
 from ucformat.jobs.listing import check_listed, check_removed, is_empty
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.purge import PurgePlan
+    from ucformat.catalog.deletion import PurgePlan
     from ucformat.schema.documents import TombstoneDoc
     from ucformat.storage.base import Store
 

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import threading
+from bisect import bisect_right, insort
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
-from ucformat.errors import check_choice
-from ucformat.jobs.convert_checks import StreamVerifier
+from ucformat.errors import ChecksumError, check_choice
+from ucformat.geometry.tensor import Extent, Tiles, single_extents
+from ucformat.jobs.finished import StreamSum, SumPart
+from ucformat.jobs.run import run, workers_for
+from ucformat.reading.execute import place_checksum, read_items
 from ucformat.reading.plan import ReadItem
-from ucformat.reading.read import read_items
-from ucformat.storage.watched import find_watched
+from ucformat.schema.manifest import VerifiedDoc
+from ucformat.storage.decoded import is_checked
+from ucformat.storage.strided import CRC32C_SHIFT, checksum, rows
+from ucformat.storage.wrappers import find_watched
+from ucformat.views.viewed import inputs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
-    from ucformat.geometry.tensor import Extent, Piece, TensorInfo, Tiles
-    from ucformat.jobs.sums import SumPart
+    from ucformat.geometry.tensor import Block, Extent, Key, Piece, TensorInfo
+    from ucformat.jobs.finished import SumDoc
     from ucformat.reading.plan import Verify
+    from ucformat.reading.readable import FileRecord
 
 
 class Input:
@@ -118,3 +129,331 @@ class InputBox:
     def read(self, piece: Piece, raw: NDArray[np.uint8]) -> bool:
         """Read a box into memory."""
         return self.input.read([(self, [(0, piece)])], [raw], threads=1)
+
+
+# Compares the bytes of a source with the checksums in its files while they are read.
+#
+# Several threads read a record piece by piece, in any order. The CRC of each piece is computed when it is read, and
+# combined with those of the others; a record is verified when all of its bytes have been read. At the end, the remaining
+# bytes of partly read records are read only for this purpose, and counted. Chunks that are read whole are compared when
+# they are read or decoded; chunks and blocks of which only parts are read, here.
+
+_READ = 4 << 20  # bytes that are read at once of remaining bytes
+_NAMED = 5  # tensors of a damaged record that an error names
+_RESIDUE = checksum(bytes(4))  # the CRC-32C of any bytes followed by their own
+#: What the running task has read of checksums.
+_notes: ContextVar[Mapping[StreamVerifier, list[SumPart]]] = ContextVar("ucformat_notes", default=MappingProxyType({}))
+
+
+class StreamVerifier:
+    """Verifies the checksums in the files of a source; `see` must get all bytes that are read of them.
+
+    The files in `compared` were compared as a whole before.
+    """
+
+    def __init__(self, source: Checkpoint, compared: Collection[str] = ()) -> None:
+        self._source, self._origin, self._compared = source.source, source.origin, compared
+        self._lock = threading.Lock()
+        self._records: dict[str, tuple[list[int], list[FileRecord]]] = {}
+        self._of_records: dict[tuple[str, int], StreamSum] = {}
+        self._blocks: dict[str, list[tuple[int, int, StreamSum]]] = {}
+        self._longest: dict[str, int] = {}
+        self._computed: dict[str, bool] = {}  # file -> whether checksums cover all of its inputs
+        self._bare: set[Key] = set()  # tensors with bytes that no checksum covers
+        self._besides = 0
+        if source.foreign:
+            by_file: dict[str, list[FileRecord]] = {}
+            for record in source.foreign.records():
+                if record.crc32 is not None and record.nbytes:
+                    by_file.setdefault(record.file, []).append(record)
+            for file, records in by_file.items():
+                records.sort(key=lambda r: r.near)
+                self._records[file] = ([r.near for r in records], records)
+
+    # --- what to verify
+
+    def expect(self, info: TensorInfo, extents: Iterable[Extent | Tiles], box: Box | None) -> bool:
+        """Verify the checksums that cover the extents of a tensor.
+
+        Args:
+            box: the box of the tensor that is read; None if unknown parts are.
+
+        Returns:
+            Whether checksums cover all of these bytes; if not, the tensor does not count as verified.
+        """
+        whole = True
+        for extent in extents:
+            whole &= self._expect(info, extent, box)
+        if not whole:
+            self._bare.add(info.key)
+        return whole
+
+    def _expect(self, info: TensorInfo, extent: Extent | Tiles, box: Box | None) -> bool:
+        if box is not None and not extent.box.intersect(box):
+            return True
+        if isinstance(extent, Tiles):
+            if box is None or not _is_aligned(extent, box):
+                for single in extent.extents():
+                    self._expect(info, single, box)
+            return True
+        if extent.block is not None:
+            if box is None or not box.contains(extent.box) or not _fills(extent, info.itemsize):
+                self._add(extent.file, extent.block)
+            return True
+        if extent.file in self._compared or is_checked(self._source.store, extent.file):
+            return True
+        inputs = inputs_of(self._source.store, extent.file)
+        if inputs is None:
+            return self._is_in_record(extent, info.itemsize)
+        if extent.file not in self._computed:
+            whole = True
+            for of, found in inputs:
+                for single in single_extents(found):
+                    whole &= self._expect(of, single, None)
+            self._computed[extent.file] = whole
+        return self._computed[extent.file]
+
+    def planned(self, info: TensorInfo, extent: Extent | Tiles) -> Extent | Tiles:
+        """An extent for planning: if it is only a part of its block, the block is left out.
+
+        Otherwise each of the extents that share a block would read all of it.
+        """
+        if isinstance(extent, Tiles) or extent.block is None or _fills(extent, info.itemsize):
+            return extent
+        return replace(extent, block=None)
+
+    def carries(self, info: TensorInfo, extents: Iterable[Extent | Tiles]) -> bool:
+        """Whether a checksum covers any bytes of these extents."""
+        for e in extents:
+            if isinstance(e, Tiles) or e.block is not None or is_checked(self._source.store, e.file):
+                return True
+            inputs = inputs_of(self._source.store, e.file)
+            if inputs is not None:
+                if any(self.carries(of, found) for of, found in inputs):
+                    return True
+            elif e.box.size and self._in_records(e.file, e.offset, e.last + info.itemsize):
+                return True
+        return False
+
+    def _add(self, file: str, block: Block) -> None:
+        nbytes = block.nbytes + (4 if block.crc32c is None else 0)
+        expected = _RESIDUE if block.crc32c is None else block.crc32c
+        if block.placed:
+            expected ^= CRC32C_SHIFT(place_checksum(file, block.offset), nbytes)
+        if block.nbytes:
+            self._add_sum(file, block.offset, nbytes, expected)
+
+    def _add_sum(self, file: str, start: int, nbytes: int, expected: int) -> StreamSum:
+        with self._lock:
+            known = self._blocks.setdefault(file, [])
+            at = bisect_right(known, (start, nbytes), key=lambda k: k[:2])
+            if at and known[at - 1][:2] == (start, nbytes):
+                return known[at - 1][2]
+            what = f"crc32c differs (block at byte {start})"
+            one = StreamSum(file, what, start, nbytes, expected, castagnoli=True)
+            insort(known, (start, nbytes, one), key=lambda k: k[:2])
+            self._longest[file] = max(self._longest.get(file, 0), nbytes)
+            return one
+
+    def _is_in_record(self, extent: Extent, itemsize: int) -> bool:
+        if not extent.box.size:
+            return True
+        stop = extent.last + itemsize
+        sums = self._in_records(extent.file, extent.offset, stop)
+        return any(s.start <= extent.offset and stop <= s.stop for s in sums)
+
+    # --- what is read
+
+    def see(self, file: str, at: int, data: memoryview) -> None:
+        """Take note of bytes that were read."""
+        stop = at + data.nbytes
+        if not data.c_contiguous and not (self._in_records(file, at, stop) or self._in_blocks(file, at, stop)):
+            return  # there may be many rows
+        for row in rows(data):
+            self._see_row(file, at, row)
+            at += row.nbytes
+
+    def _see_row(self, file: str, at: int, data: memoryview) -> None:
+        stop = at + data.nbytes
+        for one in (*self._in_records(file, at, stop), *self._in_blocks(file, at, stop)):
+            with self._lock:
+                parts = one.claim(max(at, one.start), min(stop, one.stop))
+            if not parts:
+                continue
+            value = 0
+            for a, b in parts:
+                value ^= one.shift(one.crc(data[a - at : b - at]), one.stop - b)
+            if (log := _notes.get().get(self)) is not None:
+                log.append(SumPart(one, parts, value))
+            with self._lock:
+                one.value ^= value
+                one.waits -= sum(b - a for a, b in parts)
+                done = not one.waits
+            if done and one.value != one.expected:
+                raise self._damaged(one)
+
+    def _in_records(self, file: str, at: int, stop: int) -> list[StreamSum]:
+        if file not in self._records:
+            return []
+        near, records = self._records[file]
+        found = []
+        for n in range(max(0, bisect_right(near, at) - 1), len(records)):
+            if near[n] >= stop:
+                break
+            one = self._of_records.get((file, n))
+            if one is None:
+                r = records[n]
+                assert r.crc32 is not None  # noqa: S101 - others are left out
+                what = f"the CRC-32 of its record {r.name} differs"
+                one = self._of_records.setdefault(
+                    (file, n), StreamSum(file, what, r.locate(), r.nbytes, r.crc32, castagnoli=False)
+                )
+            if one.start < stop and at < one.stop:
+                found.append(one)
+        return found
+
+    def _in_blocks(self, file: str, at: int, stop: int) -> list[StreamSum]:
+        if file not in self._blocks:
+            return []
+        with self._lock:
+            known = self._blocks[file]
+            first = bisect_right(known, at - self._longest[file], key=lambda k: k[0])
+            last = bisect_right(known, stop - 1, key=lambda k: k[0])
+            return [one for start, nbytes, one in known[first:last] if at < start + nbytes]
+
+    # --- what tasks elsewhere have read
+
+    @contextmanager
+    def task(self) -> Iterator[list[SumPart]]:
+        """Note what is read of checksums inside the block, also by threads that run in a copy of its context."""
+        found: list[SumPart] = []
+        token = _notes.set({**_notes.get(), self: found})
+        try:
+            yield found
+        finally:
+            _notes.reset(token)
+
+    def take(self, sums: Iterable[SumDoc]) -> None:
+        """Take what tasks in other processes, or in an earlier run, have read of checksums.
+
+        What includes bytes that were read here too is ignored, and its other bytes are read again at the end.
+        """
+        for doc in sums:
+            one = self._sum_of(doc)
+            if one is None:
+                continue
+            with self._lock:
+                taken = one.take(doc.ranges)
+                if taken:
+                    one.value ^= doc.value
+                done = taken and not one.waits
+            if done and one.value != one.expected:
+                raise self._damaged(one)
+
+    def _sum_of(self, doc: SumDoc) -> StreamSum | None:
+        if doc.kind == "crc32c":
+            return self._add_sum(doc.file, doc.start, doc.nbytes, doc.expected)
+        found = self._in_records(doc.file, doc.start, doc.start + 1)
+        return next((one for one in found if (one.start, one.stop) == (doc.start, doc.start + doc.nbytes)), None)
+
+    # --- the end
+
+    def unfinished(self) -> list[StreamSum]:
+        """The checksums of which some bytes have been read, but not all."""
+        sums = [*self._of_records.values(), *(one for known in self._blocks.values() for *_, one in known)]
+        return [one for one in sums if one.begun and one.waits]
+
+    def finish(self, one: StreamSum) -> None:
+        """Read the remaining bytes of a checksum."""
+        buffer = memoryview(bytearray(min(_READ, one.waits)))
+        for a, b in list(one.left):
+            for at in range(a, b, _READ):
+                part = buffer[: min(_READ, b - at)]
+                self._source.store.read_into(one.file, at, [part])
+                with self._lock:
+                    self._besides += part.nbytes
+
+    @property
+    def besides(self) -> int:
+        """Bytes that `finish` has read."""
+        return self._besides
+
+    def described(self, infos: Sequence[TensorInfo], bare: Collection[Key] = ()) -> VerifiedDoc:
+        """Which tensors were verified, for the manifest.
+
+        Args:
+            bare: those of which other processes have read bytes that no checksum covers (default: none).
+        """
+        return _verified(infos, self._bare.union(bare), self._besides)
+
+    def _damaged(self, one: StreamSum) -> ChecksumError:
+        held = list(self._tensors_in(one))
+        more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
+        named = f"; it holds {', '.join(map(str, held[:_NAMED]))}{more}" if held else ""
+        return ChecksumError(
+            f"{self._source.store.url}/{one.file}: {one.what}{named}",
+            hint="restore the file from another copy, and run it again; nothing was committed (--no-verify, or "
+            "verify=False, takes what is there)",
+        )
+
+    def _tensors_in(self, one: StreamSum) -> Iterator[Key]:
+        metadata = self._origin.metadata
+        for info in metadata.tensor_list.tensors:
+            for key in metadata.means.get(info.key, (info.key,)):
+                for e in single_extents(self._origin.extents(key)):
+                    if e.file == one.file and e.box.size and e.offset < one.stop and e.last + info.itemsize > one.start:
+                        yield info.key
+                        break
+
+
+def _verified(infos: Sequence[TensorInfo], bare: Collection[tuple[str, str]], besides: int) -> VerifiedDoc:
+    default = 2 * len(bare) <= len(infos)
+    but = tuple((i.name, i.state) for i in infos if (i.key in bare) == default)
+    return VerifiedDoc(default=default, but=but, besides=besides)
+
+
+def joined(parts: Sequence[tuple[Sequence[TensorInfo], VerifiedDoc]]) -> VerifiedDoc:
+    """Which tensors of several conversions into one checkpoint were verified."""
+    infos = [info for of_part, _ in parts for info in of_part]
+    stated = [(of_part, frozenset(doc.but), doc.default) for of_part, doc in parts]
+    bare = {i.key for of_part, but, default in stated for i in of_part if (i.key in but) == default}
+    return _verified(infos, bare, sum(doc.besides for _, doc in parts))
+
+
+@contextmanager
+def verifying(
+    source: Checkpoint, compared: Collection[str] = (), *, on: bool, workers: int | None
+) -> Iterator[StreamVerifier | None]:
+    """Compare everything that is read of a checkpoint inside the block with the checksums in its files.
+
+    Args:
+        on: whether to compare; if not, or if the store is not watched, the verifier is None.
+        workers: checksums completed at once at the end (default: as `workers_for`).
+    """
+    if not on or (watching := find_watched(source.store)) is None:
+        yield None
+        return
+    verifier = StreamVerifier(source, compared)
+    with watching.observed(verifier.see):
+        yield verifier
+        for _ in run(verifier.finish, verifier.unfinished(), workers or workers_for(source.store)):
+            pass
+
+
+def _fills(extent: Extent, itemsize: int) -> bool:
+    """Whether an extent is all of its block."""
+    return extent.block is not None and extent.box.size * itemsize == extent.block.nbytes
+
+
+def _is_aligned(tiles: Tiles, box: Box) -> bool:
+    """Whether a box contains all chunks that it intersects, as far as they are inside the tensor."""
+    common = tiles.box.intersect(box)
+    if common is None:
+        return True
+    for start, n, first, chunk, size in zip(
+        common.start, common.shape, tiles.box.start, tiles.chunk, tiles.box.shape, strict=True
+    ):
+        end = start + n - first
+        if (start - first) % chunk or (end % chunk and end != size):
+            return False
+    return True

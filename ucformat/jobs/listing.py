@@ -47,7 +47,7 @@ class Tree:
 
 def search(infos: Iterable[Info]) -> list[str]:
     """The folders that look like checkpoints, in order, an outer one before those inside of it."""
-    from ucformat.sources import marked_folders  # slow to import, and few commands search
+    from ucformat.sources.opening import marked_folders
 
     infos = list(infos)
     named = ((folder, name) for folder, _, name in (info.key.rpartition("/") for info in infos))

@@ -26,7 +26,7 @@ from ucformat.jobs.shards import How, ShardJob, plan_document
 from ucformat.jobs.where import Where
 from ucformat.references import open_reference
 from ucformat.storage.url import as_store
-from ucformat.storage.watched import find_watched
+from ucformat.storage.wrappers import find_watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable

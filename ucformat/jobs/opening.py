@@ -27,7 +27,7 @@ from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.base import exists
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
-from ucformat.storage.watched import WatchedStore
+from ucformat.storage.wrappers import WatchedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,21 +1,18 @@
-"""Removes one checkpoint from one place: interrupted at any instant, it is whole, or the removal is resumable.
-
-A tombstone names the attempt that is removed. It is written first and deleted last; between the two the manifest is
-deleted before all other files. After the tombstone is written, and before the manifest is deleted, the dependents are
-listed (`jobs/dependents.py`): if there is one, the tombstone is deleted again. Concurrent removals of a checkpoint
-coordinate by the tombstone's stage.
-"""
+"""Removing a checkpoint at once, as a training does that keeps only a few: here and in the catalog."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 from contextlib import suppress
+from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from ucformat.catalog.refs import same_url
 from ucformat.catalog.stamp import make_stamp
 from ucformat.errors import (
     Conflict,
@@ -28,18 +25,62 @@ from ucformat.errors import (
 )
 from ucformat.format.attempts import TRIES, contended, refuse_others
 from ucformat.format.commit import abandon
-from ucformat.format.encoding import encoded
+from ucformat.format.digest import encoded
 from ucformat.format.structure import find_manifest, read_manifest
 from ucformat.jobs.dependents import dependents_at, forget_dependents
-from ucformat.jobs.documents import read_document
+from ucformat.jobs.documents import protections_of, read_document
 from ucformat.jobs.listing import check_removed
+from ucformat.jobs.record import with_catalog
 from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE, TombstoneDoc, is_tombstone
 from ucformat.schema.manifest import MANIFEST
+from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
+    from ucformat.catalog.catalog import Catalog
     from ucformat.schema.documents import CatalogDoc
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
+
+
+_log = logging.getLogger("ucformat")
+
+
+def discard(url: str) -> bool:
+    """Remove a checkpoint, and its place from the catalog, unless it is protected, which is a warning.
+
+    Returns whether it is gone.
+    """
+    store = open_store(url)
+    try:
+        manifest, _ = read_manifest(store)
+    except NotACheckpoint:
+        return True  # already removed
+    reasons = protections_of(store.url, manifest.id) or tuple(f"needed by {d}" for d in remove(store, manifest.id))
+    if reasons:
+        _warn(store.url, "; ".join(reasons))
+        return False
+
+    def forget(catalog: Catalog) -> None:
+        catalog.forget([place for place in catalog.places(store.url) if place.url == same_url(store.url)])
+
+    with_catalog(
+        forget, f"{store.url} was removed, but not from the catalog", f"run `ucp reindex {store.url} --forget`"
+    )
+    return True
+
+
+@cache
+def _warn(url: str, reasons: str) -> None:
+    """Warn once: a training tries again after each save."""
+    _log.warning("%s is not removed: %s", url, reasons)
+
+
+# Removes one checkpoint from one place: interrupted at any instant, it is whole, or the removal is resumable.
+#
+# A tombstone names the attempt that is removed. It is written first and deleted last; between the two the manifest is
+# deleted before all other files. After the tombstone is written, and before the manifest is deleted, the dependents are
+# listed (`jobs/dependents.py`): if there is one, the tombstone is deleted again. Concurrent removals of a checkpoint
+# coordinate by the tombstone's stage.
 
 
 def remove(store: Store, checkpoint: str) -> tuple[str, ...]:

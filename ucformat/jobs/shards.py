@@ -15,11 +15,10 @@ from ucformat.format.arrays import array_doc, lay_out, shard_key
 from ucformat.format.digest import LEAF_BYTES, document_digest
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key
-from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc
+from ucformat.jobs.finished import FinishedDoc, RecordedJob, SumPart, TaskDoc, sums_of
 from ucformat.jobs.inputs import Input
 from ucformat.jobs.reopen import other_found, reopen, spec_of
 from ucformat.jobs.run import run, workers_for
-from ucformat.jobs.sums import SumPart, sums_of
 from ucformat.jobs.where import HERE, Where
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.storage.base import Writer

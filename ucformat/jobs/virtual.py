@@ -14,14 +14,14 @@ from ucformat.format.extents import put_sidecar
 from ucformat.format.mounted import MountedStore, mounted_key
 from ucformat.format.sidecar import encode
 from ucformat.format.structure import MOUNT
-from ucformat.geometry.coverage import prove
+from ucformat.geometry.box import prove
 from ucformat.geometry.tensor import single_extents
 from ucformat.jobs.dependents import find_homes, need
 from ucformat.schema.manifest import SourceFileDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.settings import allow_root
 from ucformat.storage.base import HIDDEN
-from ucformat.storage.watched import find_watched
+from ucformat.storage.wrappers import find_watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

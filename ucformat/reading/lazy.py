@@ -10,10 +10,9 @@ from ucformat.errors import OutOfBounds, UnsupportedError, UsageError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import check_out, is_direct, memory_of
+from ucformat.reading.execute import check_out, is_direct, memory_of, read_planned
 from ucformat.reading.plan import make_plan
 from ucformat.reading.rank import item_for
-from ucformat.reading.read import read_planned
 
 if TYPE_CHECKING:
     from types import EllipsisType

@@ -12,12 +12,11 @@ from ucformat.errors import UsageError
 from ucformat.geometry.box import bounding_box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import check_out, memory_of
+from ucformat.reading.execute import check_out, memory_of, read_planned
 from ucformat.reading.plan import ReadItem, make_plan
-from ucformat.reading.read import read_planned
 from ucformat.reading.readable import TRACKERS
 from ucformat.storage.cache.scope import read_consistently
-from ucformat.storage.watched import check_unchanged
+from ucformat.storage.wrappers import check_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ucformat.storage.base import Bytes, Store, Writer
-    from ucformat.storage.multipart import Multipart
+    from ucformat.storage.objects import Multipart
 
 #: How files are written together: by positional writes, in parts of an upload, or each file by one process.
 Way = Literal["in place", "parts", "whole"]

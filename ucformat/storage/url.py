@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ucformat.storage.base import Store
-    from ucformat.storage.cache.base import VersionedStore
-    from ucformat.storage.cache.folder import CacheFolder
+    from ucformat.storage.cache.folder import CacheFolder, VersionedStore
     from ucformat.storage.fsspec_store import FsspecStore
 
 _PACKAGES = {  # scheme -> the package on PyPI that fsspec needs for it

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ucformat.jobs.record import record_commits
 
 if TYPE_CHECKING:
-    from ucformat.torch.dcp.reader import Reader
-    from ucformat.torch.dcp.writer import Writer
+    from ucformat.engines.pytorch.dcp_reader import Reader
+    from ucformat.engines.pytorch.dcp_writer import Writer
     from ucformat.torch.loading.load import LoadReport, load, state_dict
     from ucformat.torch.loading.load_into import LoadedKeys, load_into
     from ucformat.torch.loading.match import Problems
@@ -39,21 +39,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LoadReport": "loading.load",
-    "LoadedKeys": "loading.load_into",
-    "Manager": "manager.manager",
-    "PerRank": "state.objects",
-    "Problems": "loading.match",
-    "Reader": "dcp.reader",
-    "Rng": "state.objects",
-    "SaveHandle": "saving.background",
-    "Saved": "saving.save",
-    "Writer": "dcp.writer",
-    "async_save": "saving.asynchronous",
-    "load": "loading.load",
-    "load_into": "loading.load_into",
-    "save": "saving.save",
-    "state_dict": "loading.load",
+    "LoadReport": "ucformat.torch.loading.load",
+    "LoadedKeys": "ucformat.torch.loading.load_into",
+    "Manager": "ucformat.torch.manager.manager",
+    "PerRank": "ucformat.torch.state.objects",
+    "Problems": "ucformat.torch.loading.match",
+    "Reader": "ucformat.engines.pytorch.dcp_reader",
+    "Rng": "ucformat.torch.state.objects",
+    "SaveHandle": "ucformat.torch.saving.background",
+    "Saved": "ucformat.torch.saving.save",
+    "Writer": "ucformat.engines.pytorch.dcp_writer",
+    "async_save": "ucformat.torch.saving.asynchronous",
+    "load": "ucformat.torch.loading.load",
+    "load_into": "ucformat.torch.loading.load_into",
+    "save": "ucformat.torch.saving.save",
+    "state_dict": "ucformat.torch.loading.load",
 }
 
 if find_spec("torch") is None:
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> object:
     """Load a public name when it is first used; the process that writes in the background does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ucformat.torch' has no attribute {name!r}")
-    found: object = getattr(import_module(f"ucformat.torch.{_HOMES[name]}"), name)
+    found: object = getattr(import_module(_HOMES[name]), name)
     globals()[name] = found
     return found
 

@@ -7,11 +7,11 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ucformat.engines.megatron import views as gpt2
+from ucformat.engines.megatron import views as llama
 from ucformat.errors import LayoutError
-from ucformat.geometry.document import lower, lower_step, read_document
-from ucformat.geometry.layout import Layout
+from ucformat.geometry.layout import Layout, lower, lower_step, read_document
 from ucformat.schema.view import Preset, Step
-from ucformat.views import gpt2, llama
 from ucformat.views.model_config import ModelConfig
 
 if TYPE_CHECKING:

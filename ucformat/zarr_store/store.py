@@ -1,30 +1,255 @@
-"""A checkpoint of any kind as a read-only store of zarr-python, in which a chunk is read when it is asked for.
+"""A tensor of any checkpoint as a Zarr array: its document, its chunks, and the memory of each.
 
-The hierarchy is that of the arrays of universal checkpoints: a group for each state, in it an array for each tensor.
+The array is not sharded, and its chunks are raw. Where the files store the tensor in chunks with checksums, the chunks
+of the array are these, so that each is verified; elsewhere they are rows, which are contiguous in most files.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextvars import copy_context
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.sync import loop as zarr_loop
 
-from ucformat.format.arrays import array_folders, group_json
+from ucformat.format.arrays import array_folders, chunked_array_json, group_json
+from ucformat.format.chunking import chunk_shape
 from ucformat.format.zarr_types import register_zarr_dtypes
-from ucformat.zarr_store.array import DOCUMENT, TensorArray
-from ucformat.zarr_store.reader import ChunkReader
+from ucformat.geometry.box import Box, each_index, row_major
+from ucformat.geometry.flat_buffer import flat_boxes
+from ucformat.geometry.tensor import Piece, Tiles
+from ucformat.reading.dtypes import fill_value, numpy_dtype
+from ucformat.reading.execute import memory_of, read_planned
+from ucformat.reading.plan import check_verify, make_plan
+from ucformat.reading.rank import item_for
+from ucformat.reading.readable import TRACKERS
+from ucformat.storage.wrappers import check_unchanged
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from zarr.abc.store import ByteRequest
     from zarr.core.buffer import Buffer, BufferPrototype
 
     from ucformat.geometry.tensor import Key, TensorInfo
     from ucformat.reading.plan import Verify
     from ucformat.reading.readable import Readable
+
+
+DOCUMENT = "zarr.json"
+_MAX_DIGITS = 20  # of a chunk's index
+_MIN_STORED, _MAX_STORED = 64 << 10, 16 << 20  # bytes of a stored chunk that is a chunk of the array, too
+
+
+class TensorArray:
+    """A tensor as an array of the store."""
+
+    def __init__(self, source: Readable, info: TensorInfo) -> None:
+        self.info, self._source = info, source
+
+    @cached_property
+    def chunk(self) -> tuple[int, ...]:
+        """The edges of a chunk, in elements."""
+        return _stored_chunk(self._source, self.info) or chunk_shape(self.info.shape, self.info.itemsize, cuts=1)
+
+    @cached_property
+    def document(self) -> bytes:
+        """Its `zarr.json`."""
+        return chunked_array_json(self.info, self.chunk)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of a chunk."""
+        return Box.whole(self.chunk).size * self.info.itemsize
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each dim."""
+        return tuple(-(-n // c) for n, c in zip(self.info.shape, self.chunk, strict=True))
+
+    def __iter__(self) -> Iterator[str]:
+        """The keys of the document and of all chunks, below the array's folder."""
+        yield DOCUMENT
+        for at in each_index([range(n) for n in self.grid]):
+            yield "/".join(["c", *map(str, at)])
+
+    def at(self, parts: list[str]) -> tuple[int, ...] | None:
+        """The coordinates of a chunk.
+
+        Returns:
+            The coordinates; None if the array has no such chunk.
+        """
+        if parts[:1] != ["c"] or len(parts) != 1 + len(self.grid) or not all(map(_is_number, parts[1:])):
+            return None
+        found = tuple(map(int, parts[1:]))
+        return found if all(i < n for i, n in zip(found, self.grid, strict=True)) else None
+
+    def pieces(self, at: tuple[int, ...], count: int, start: int, stop: int) -> tuple[list[Piece], NDArray[Any]]:
+        """The parts of the tensor in the bytes `[start, stop)` of chunks, and memory for their elements.
+
+        Elements that exceed the tensor are set to the fill value.
+
+        Args:
+            count: number of chunks that follow each other along the first dim.
+        """
+        unit = self.info.itemsize
+        shape = (self.chunk[0] * count, *self.chunk[1:]) if self.chunk else ()
+        begin = tuple(i * c for i, c in zip(at, self.chunk, strict=True))
+        held = Box(begin, tuple(min(c, n - b) for c, n, b in zip(shape, self.info.shape, begin, strict=True)))
+        first, last = start // unit, -(-stop // unit)
+        strides = row_major(shape)
+        out = np.empty(last - first, numpy_dtype(self.info.dtype))
+        if held.shape == shape and last - first == held.size:
+            return [Piece(held, 0, strides)], out
+        out[...] = _fill(self.info.dtype)
+        found = []
+        for box in flat_boxes(shape, first, last):
+            part = box.shift(begin).intersect(held)
+            if part is not None:
+                offset = sum((p - b) * s for p, b, s in zip(part.start, begin, strides, strict=True))
+                found.append(Piece(part, offset - first, strides))
+        return found, out
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii() and len(text) < _MAX_DIGITS and (text == "0" or text[0] != "0")
+
+
+def _fill(dtype: str) -> Any:
+    """The fill value of an array, which pads the chunks at its edges."""
+    value = fill_value(dtype)
+    return complex("nan+nanj") if isinstance(value, list) else float("nan") if value == "NaN" else value
+
+
+def _stored_chunk(source: Readable, info: TensorInfo) -> tuple[int, ...] | None:
+    """The chunk of a file that holds the first element; None if it is not in one, or in a very small or large one."""
+    first = Box((0,) * len(info.shape), (1,) * len(info.shape))
+    if not info.size or not info.shape:
+        return None
+    for extent in source.extents(info.key, first):
+        if extent.box.intersect(first) is not None:
+            chunk = extent.chunk if isinstance(extent, Tiles) else extent.box.shape if extent.block else None
+            nbytes = Box.whole(chunk).size * info.itemsize if chunk else 0
+            return chunk if min(_MIN_STORED, info.nbytes) <= nbytes <= _MAX_STORED else None
+    return None
+
+
+# Reads chunks of arrays from the extents of their tensors; those that are asked for at the same time, together.
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The bytes `[start, stop)` of a chunk, and the future that waits for them."""
+
+    array: TensorArray
+    at: tuple[int, ...]
+    start: int
+    stop: int
+    result: asyncio.Future[NDArray[np.uint8]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all bytes of the chunk."""
+        return (self.start, self.stop) == (0, self.array.nbytes)
+
+    def precedes(self, other: _Request) -> bool:
+        """Whether the other one is the next chunk, and follows this one in memory if both are of one buffer."""
+        array, at = self.array, self.at
+        adjacent = other.array is array and set(array.grid[1:]) <= {1} and other.at[:1] == (at[0] + 1,) if at else False
+        return adjacent and self.is_whole and other.is_whole
+
+
+class ChunkReader:
+    """Reads chunks for any number of event loops."""
+
+    def __init__(self, source: Readable, verify: Verify) -> None:
+        self._source, self._verify = source, check_verify(verify)
+        self._waiting: dict[asyncio.AbstractEventLoop, list[_Request]] = {}  # what each loop starts to read next
+
+    async def read(self, array: TensorArray, at: tuple[int, ...], start: int, stop: int) -> NDArray[np.uint8]:
+        """Read bytes of a chunk, together with what is asked for at the same time.
+
+        Raises:
+            Conflict: the file changed since the checkpoint was opened.
+        """
+        loop = asyncio.get_running_loop()
+        request = _Request(array, at, start, stop, loop.create_future())
+        waiting = self._waiting.setdefault(loop, [])
+        waiting.append(request)
+        if len(waiting) == 1:
+            loop.call_soon(self._start, loop)
+        return await request.result
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read what is waited for.
+
+        In the loop of zarr-python, which nothing else runs in, a disk is read right here: a thread would take longer,
+        because zarr copies each chunk in this one. What others ask for meanwhile is read together next.
+        """
+        wanted = self._waiting.pop(loop)
+        if loop is zarr_loop[0] and self._source.store.costs.parallel is None:
+            _give(wanted, self._results(wanted))
+            return
+        try:
+            running = loop.run_in_executor(None, copy_context().run, self._results, wanted)
+        except RuntimeError as error:  # the loop is being closed
+            _give(wanted, [error] * len(wanted))
+            return
+        running.add_done_callback(lambda done: _give(wanted, done.result()))
+
+    def _results(self, wanted: Sequence[_Request]) -> list[NDArray[np.uint8] | BaseException]:
+        """The bytes of each request, or why they cannot be read."""
+        try:
+            return list(self._read_together(wanted))
+        except BaseException as error:  # noqa: BLE001 - raised where the bytes are waited for
+            if len(wanted) == 1:
+                return [error]
+            return [found for one in wanted for found in self._results([one])]  # the others are intact
+
+    def _read_together(self, wanted: Sequence[_Request]) -> Iterator[NDArray[np.uint8]]:
+        source = self._source
+        runs: list[list[_Request]] = []
+        for r in wanted:
+            if runs and runs[-1][-1].precedes(r):
+                runs[-1].append(r)
+            else:
+                runs.append([r])
+        items, outs = [], []
+        for number, run in enumerate(runs):
+            r, nbytes = run[0], sum(r.stop - r.start for r in run)
+            pieces, out = r.array.pieces(r.at, len(run), r.start, r.start + nbytes)
+            items.append(item_for(source, r.array.info, [(number, p) for p in pieces]))
+            outs.append(out)
+        plan = make_plan(items, self._verify, source.store.costs)
+        labels = [str(run[0].array.info.key) for run in runs]
+        read_planned(plan, source.store, lambda: [memory_of(out) for out in outs], labels)
+        check_unchanged(source.store, "the chunk is not used", TRACKERS, plan.files)
+        for run, out in zip(runs, outs, strict=True):
+            data, at = out.view(np.uint8), run[0].start % out.itemsize
+            for r in run:
+                yield data[at : at + r.stop - r.start]
+                at += r.stop - r.start
+
+
+def _give(wanted: Sequence[_Request], found: Sequence[NDArray[np.uint8] | BaseException]) -> None:
+    """Let those go on that wait for bytes, unless they were cancelled."""
+    for request, result in zip(wanted, found, strict=True):
+        if request.result.done():
+            continue
+        if isinstance(result, BaseException):
+            request.result.set_exception(result)
+        else:
+            request.result.set_result(result)
+
+
+# A checkpoint of any kind as a read-only store of zarr-python, in which a chunk is read when it is asked for.
+#
+# The hierarchy is that of the arrays of universal checkpoints: a group for each state, in it an array for each tensor.
 
 #: Which the tests of zarr-python expect.
 _REFUSAL = "store was opened in read-only mode and does not support writing"

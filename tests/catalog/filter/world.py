@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import insert
 
-from ucformat.catalog.columns import Base
 from ucformat.catalog.models import (
     Alias,
+    Base,
     Checkpoint,
     Config,
     Digest,

@@ -21,8 +21,8 @@ from tests.jobs.dask_cluster import ROOT, cluster
 from tests.patience import PATIENCE
 from ucformat.errors import NotFinished
 from ucformat.jobs import tasks
+from ucformat.jobs.combine.combining import plan_merge
 from ucformat.jobs.combine.job import CombineJob
-from ucformat.jobs.combine.merge import plan_merge
 from ucformat.jobs.shards import How
 from ucformat.jobs.tasks import batches
 from ucformat.storage.memory import MemoryStore

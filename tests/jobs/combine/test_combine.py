@@ -125,7 +125,7 @@ def test_damage_is_found_and_named(tmp_path: Path) -> None:
 WORK = """
 import ucformat
 ucformat.merge, ucformat.average
-import ucformat.jobs.combine.merge, ucformat.jobs.combine.average
+import ucformat.jobs.combine.combining, ucformat.jobs.combine.combining
 def work(method, a, b, c, dst):
     if method == "average":
         made = ucformat.average([a, b, c], dst, chunk_bytes=2048, shard_bytes=1 << 15)

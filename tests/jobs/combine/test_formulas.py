@@ -19,7 +19,8 @@ from tests.fakes import same
 from tests.jobs.combine import reference
 from tests.jobs.combine.reference import rounded, source
 from ucformat.geometry.box import Box
-from ucformat.jobs.combine import formulas, job, thresholds
+from ucformat.jobs.combine import formulas, job
+from ucformat.jobs.combine import methods as thresholds
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.storage.memory import MemoryStore
 

@@ -12,11 +12,10 @@ import torch
 from tests.sources.reading import Counting
 from tests.sources.suite import DATA, Sample, SourceSuite, kept, read_whole
 from ucformat.checkpoint import Checkpoint, open_checkpoint
+from ucformat.engines.pytorch.dcp import INFO, Dcp
+from ucformat.engines.pytorch.dcp_shards import _offsets
 from ucformat.errors import IntegrityError, MissingData
-from ucformat.sources.dcp import Dcp
-from ucformat.sources.dcp.folder import INFO
-from ucformat.sources.dcp.safetensors import _offsets
-from ucformat.sources.safetensors.opened import Header
+from ucformat.sources.safetensors import Header
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ucformat.checkpoint import open_checkpoint
+from ucformat.engines.pytorch.dcp import Dcp
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.sources.dcp import Dcp
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

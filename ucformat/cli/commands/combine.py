@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ucformat.cli.ui.catalogs import print_written
 from ucformat.cli.ui.options import (
     CATALOG,
     IGNORE_DEPENDENT,
@@ -32,13 +33,12 @@ from ucformat.cli.ui.where import (
     where_of,
     workers_option,
 )
-from ucformat.cli.ui.written import print_written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ucformat.cli.ui.output import Output
-    from ucformat.jobs.combine.writing import Planned
+    from ucformat.jobs.combine.combining import Planned
 
     #: Opens references, through the view if there is one.
     _Opened = Callable[[Sequence[str]], Sequence[Any]]
@@ -124,7 +124,7 @@ def average(
     REF may also be the checkpoints of a run in a range of steps: run7@1000..2000. Resumable: if interrupted, nothing is
     visible at DST, and running the same command again writes only what is missing.
     """
-    from ucformat.jobs.combine.average import plan_average
+    from ucformat.jobs.combine.combining import plan_average
 
     best: Any = None if least is None else "min" if least else "max"
     weighting = {"by": by, "best": best, "temperature": temperature, "ema": ema, "weights": weights}
@@ -164,7 +164,7 @@ def merge(
     Resumable: if interrupted, nothing is visible at DST, and running the same command again writes only what is
     missing.
     """
-    from ucformat.jobs.combine.merge import plan_merge
+    from ucformat.jobs.combine.combining import plan_merge
 
     given: dict[str, Any] = {"weights": weights, "scale": scale, "density": density, "t": t, "seed": seed}
 

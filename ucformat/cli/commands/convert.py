@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from ucformat.cli.ui.catalogs import print_written
 from ucformat.cli.ui.options import (
     CATALOG,
     CONFIG,
@@ -33,7 +34,6 @@ from ucformat.cli.ui.where import (
     where_of,
     workers_option,
 )
-from ucformat.cli.ui.written import print_written
 
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output

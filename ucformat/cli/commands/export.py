@@ -13,8 +13,8 @@ from ucformat.cli.ui.options import CATALOG, SIZE, SOURCE, SRC, STATES, VIEW, co
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, field, plural
 from ucformat.cli.ui.where import NO_VERIFY, ON, PART, cost_fields, where_of, workers_option
-from ucformat.exporters import EXPORTERS
 from ucformat.exporters.base import options_of
+from ucformat.exporters.registry import EXPORTERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -145,7 +145,7 @@ def register(
 def _estimate(places: tuple[str, ...], rescan: bool, options: dict[str, Any] | None, out: Output) -> None:  # noqa: FBT001
     import ucformat
     from ucformat.errors import NotFound
-    from ucformat.jobs.register_cost import estimate_register
+    from ucformat.jobs.cost import estimate_register
 
     with ExitStack() as stack:
         catalog = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.purge import Deferred
+    from ucformat.catalog.deletion import Deferred
     from ucformat.catalog.retention import RetentionPlan, RetentionRow
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.gc import Collected

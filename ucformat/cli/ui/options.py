@@ -262,8 +262,8 @@ def _source_options(_ctx: click.Context, _param: click.Parameter, given: Sequenc
 
 def _source_value(key: str, text: str) -> Any:
     """Convert the value of a source's option; an unknown option stays text, and opening the checkpoint refuses it."""
-    from ucformat.sources import SOURCES
     from ucformat.sources.base import options_of
+    from ucformat.sources.opening import SOURCES
 
     known = {name: field.metadata["how"] for source in SOURCES for name, field in options_of(source).items()}
     return _SOURCE_READERS[known[key]](key, text) if key in known else text

@@ -1,31 +1,274 @@
-"""The folder of the host cache: its entries, and a bound on its bytes on the disk.
-
-An error of the disk is logged once; then an entry is missing, or is not written, or nobody is waited for.
-"""
+"""What the cache needs of a store."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import re
 import stat
+import struct
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ucformat.errors import PermissionDenied, UnsafeError, UnsupportedError
-from ucformat.storage.cache.state import STATE_BYTES, State, patiently
+from ucformat.storage.base import Info, Store
 from ucformat.storage.local_files import Descriptor
+from ucformat.storage.strided import checksum, read_scattered, write_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from ucformat.storage.base import Bytes
-    from ucformat.storage.cache.entry import Entry
+
+
+#: A file and bytes of it, in memory that belongs to the store until the `with` block ends.
+InfoAndBytes = AbstractContextManager[tuple[Info, memoryview]]
+
+
+class VersionedStore(Store, Protocol):
+    """A store of which the cache can keep files."""
+
+    @property
+    def identity(self) -> str:
+        """What distinguishes its files from all others: the URL, and the service that the settings make of it."""
+
+    def read_with_info(self, key: str, offset: int, nbytes: int, known: Info | None = None) -> InfoAndBytes:
+        """Read a range of a file, and the version of the file that the bytes are of.
+
+        Args:
+            known: the version that the file probably has, which was asked for earlier (None: unknown).
+        """
+
+
+class Asks(Protocol):
+    """A store that knows versions of its files, and asks for the current ones."""
+
+    #: The last known version of each file.
+    known: dict[str, Info]
+
+    @property
+    def url(self) -> str:
+        """The URL of the store."""
+
+    def ask(self, keys: Sequence[str], span: tuple[int, int] | None = None) -> Mapping[str, Info]:
+        """Ask for the current version of each of several files; those that do not exist are left out.
+
+        Args:
+            span: first byte, and byte after the last, that will be read of them (None: unknown). They may be received
+                with the answer.
+        """
+
+    def ask_listing(self, patience: float) -> Mapping[str, Info] | None:
+        """Ask for the current versions of all files; None if they cannot be listed, or are too many.
+
+        Args:
+            patience: seconds to wait for others that read files of the store, and will ask, too.
+        """
+
+    def join(self) -> Descriptor | None:
+        """Be among those that read files of the store until the descriptor is closed; None if that fails."""
+
+    def has_others(self, joined: Descriptor) -> bool:
+        """Whether others read files of the store."""
+
+
+# Entries of the host cache: files that are read as what they say they are, or not at all.
+#
+# An entry is named by the hash of its description. Its file holds the content, the CRC-32C of each 64 KiB of it, the
+# description, and a CRC-32C of these two. The checksums continue from that of the description, so a torn, damaged or
+# exchanged file, or one under another name, counts as missing. Therefore nothing has to be synced.
+
+_PAGE = 64 << 10  # bytes of the content that one checksum covers
+
+
+class Entry:
+    """An entry, whether or not there is a file of it."""
+
+    __slots__ = ("_seed", "description", "digest")
+
+    def __init__(self, description: bytes) -> None:
+        self.description = description
+        self.digest = hashlib.blake2b(description, digest_size=20).digest()
+        self._seed = checksum(description)
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return self.digest.hex()
+
+    def file_size(self, size: int) -> int:
+        """Bytes of the file."""
+        return size + 4 * -(-size // _PAGE) + len(self.description) + 4
+
+    def content_size(self, file_size: int) -> int:
+        """Bytes of the content; negative if no file of the entry has this size."""
+        rest = file_size - len(self.description) - 4
+        return rest - 4 * -(-rest // (_PAGE + 4))
+
+    def write(self, fd: int, data: Bytes) -> None:
+        """Write the file."""
+        view = memoryview(data)
+        crcs = [checksum(view[at : at + _PAGE], self._seed) for at in range(0, view.nbytes, _PAGE)]
+        footer = struct.pack(f"<{len(crcs)}I", *crcs) + self.description
+        write_all(fd, view)
+        write_all(fd, footer + checksum(footer).to_bytes(4, "little"))
+
+    def read_into(self, fd: int, size: int, begin: int, buffers: Sequence[memoryview]) -> bool:
+        """Read a range of the content, and what else the checksums of the range cover.
+
+        Returns:
+            whether the file is the entry's, and the checksums match.
+        """
+        pages = -(-size // _PAGE)
+        footer = os.pread(fd, self.file_size(size) - size + 1, size)
+        stored, described = footer[:-4], footer[4 * pages : -4]
+        if described != self.description or checksum(stored) != int.from_bytes(footer[-4:], "little"):
+            return False
+        end = begin + sum(b.nbytes for b in buffers)
+        first, last = begin - begin % _PAGE, min(size, end + -end % _PAGE)
+        parts = [memoryview(bytearray(begin - first)), *buffers, memoryview(bytearray(last - end))]
+        parts = [part for part in parts if part.nbytes]
+        if read_scattered(fd, first, parts) != last - first:
+            return False
+        found: list[int] = []
+        room = 0  # bytes that the last page still lacks
+        for part in parts:
+            while part.nbytes:
+                if not room:
+                    found.append(self._seed)
+                    room = _PAGE
+                found[-1] = checksum(part[:room], found[-1])
+                part, room = part[room:], max(0, room - part.nbytes)  # noqa: PLW2901
+        return tuple(found) == struct.unpack_from(f"<{len(found)}I", stored, first // _PAGE * 4)
+
+
+# The file `state` of the cache: the bytes of all files, when answers were last wanted, and locks between processes.
+#
+# Processes lock bytes far beyond its end. The locks belong to open file descriptions, so threads exclude each other too,
+# and the kernel releases the locks of a process that is killed.
+
+_STATE_NAME = "state"
+_STAMP = struct.Struct("<QQ")  # time in nanoseconds, process id
+_STAMPS = 256
+STATE_BYTES = 8 + _STAMPS * _STAMP.size  #: of the file
+_ACCOUNTS = 1 << 40  # the byte that is locked while files are created, renamed and counted
+_MADE = 1 << 41  # the first of those that are locked by whoever makes an entry
+_USED = 1 << 42  # the first of those that are locked, together, by those who use an answer
+
+_ACCOUNTS_PATIENCE = 10.0  # seconds to wait for the accounts, which are locked for milliseconds
+_PAUSE, _LONGEST_PAUSE = 1e-4, 0.02  # seconds between two tries to lock
+
+
+class State:
+    """The file, opened anew for each lock. All methods raise OSError if the disk fails."""
+
+    def __init__(self, folder: Descriptor) -> None:
+        self._folder = folder
+
+    def _open(self) -> Descriptor:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return Descriptor(os.open(_STATE_NAME, flags, 0o600, dir_fd=self._folder.fd))
+
+    def lock(self, entry: Entry) -> Descriptor | None:
+        """Lock the making of an entry until the descriptor is closed; None if another thread or process has the lock."""
+        return self._lock(_byte(_MADE, entry), fcntl.F_WRLCK)
+
+    def join(self, entry: Entry) -> Descriptor | None:
+        """Be among those who use an answer until the descriptor is closed; None if that is being examined."""
+        return self._lock(_byte(_USED, entry), fcntl.F_RDLCK)
+
+    def has_others(self, entry: Entry, joined: Descriptor | None) -> bool:
+        """Whether other threads or processes use an answer.
+
+        Args:
+            joined: what `join` returned (None: the caller has not joined).
+        """
+        byte = _byte(_USED, entry)
+        if joined is None:
+            return self._lock(byte, fcntl.F_WRLCK) is None
+        alone = _set_lock(joined.fd, byte, fcntl.F_WRLCK)
+        _set_lock(joined.fd, byte, fcntl.F_RDLCK)
+        return not alone
+
+    def wanted(self, entry: Entry) -> tuple[int, int]:
+        """When an entry, or one of those with the same stamp, was last wanted, and by which process."""
+        file = self._open()
+        when, pid = _STAMP.unpack(os.pread(file.fd, _STAMP.size, _stamp(entry)).ljust(_STAMP.size, b"\0"))
+        return when, pid
+
+    def want(self, entry: Entry, now: int) -> None:
+        """Record that this process wants an entry."""
+        file = self._open()
+        os.pwrite(file.fd, _STAMP.pack(now, os.getpid()), _stamp(entry))
+
+    @contextmanager
+    def accounts(self) -> Iterator[Accounts | None]:
+        """Lock the number of bytes, and with it the creation and renaming of files; None if it stays locked."""
+        file = patiently(lambda: self._lock(_ACCOUNTS, fcntl.F_WRLCK), _ACCOUNTS_PATIENCE)
+        try:
+            yield None if file is None else Accounts(file)
+        finally:
+            if file is not None:
+                file.close()
+
+    def _lock(self, byte: int, kind: int) -> Descriptor | None:
+        file = self._open()
+        return file if _set_lock(file.fd, byte, kind) else None
+
+
+class Accounts:
+    """The bytes of all files on the disk, which are never more than `total`; 0 if they were not counted yet."""
+
+    def __init__(self, file: Descriptor) -> None:
+        self._file = file
+
+    @property
+    def total(self) -> int:
+        """The number of bytes."""
+        return int.from_bytes(os.pread(self._file.fd, 8, 0), "little")
+
+    @total.setter
+    def total(self, total: int) -> None:
+        os.pwrite(self._file.fd, max(0, total).to_bytes(8, "little"), 0)
+
+
+def patiently(lock: Callable[[], Descriptor | None], patience: float) -> Descriptor | None:
+    """Try to lock until that succeeds; None if it takes too long: a process that is stopped keeps its locks."""
+    end, pause = time.monotonic() + patience, _PAUSE
+    while (held := lock()) is None and time.monotonic() < end:
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
+    return held
+
+
+def _set_lock(fd: int, byte: int, kind: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _byte(first: int, entry: Entry) -> int:
+    return first + int.from_bytes(entry.digest[:5], "little")
+
+
+def _stamp(entry: Entry) -> int:
+    """The place of an entry's stamp in the file."""
+    return 8 + entry.digest[-1] * _STAMP.size
+
+
+# The folder of the host cache: its entries, and a bound on its bytes on the disk.
+#
+# An error of the disk is logged once; then an entry is missing, or is not written, or nobody is waited for.
 
 _ALLOCATED = 4 << 10  # file systems allocate multiples of this
 _NAME_BYTES = 128  # that the folder may need for the name of a file

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.storage.base import Info
-    from ucformat.storage.cache.base import Asks
+    from ucformat.storage.cache.folder import Asks
 
 T = TypeVar("T")
 

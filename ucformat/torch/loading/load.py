@@ -23,11 +23,10 @@ from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.url import as_strings
-from ucformat.storage.watched import check_unchanged
+from ucformat.storage.wrappers import check_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
 from ucformat.torch.comm.wire import message
-from ucformat.torch.loading.find import find_tensors
-from ucformat.torch.loading.left import asked_entries, fits, is_asked, is_inside, is_named, left_values
+from ucformat.torch.loading.find import asked_entries, find_tensors, fits, is_asked, is_inside, is_named, left_values
 from ucformat.torch.loading.match import (
     PARAMETER,
     Matched,
@@ -40,8 +39,7 @@ from ucformat.torch.loading.match import (
 )
 from ucformat.torch.loading.optimizers import place_states
 from ucformat.torch.loading.read import ReadAmount, read
-from ucformat.torch.loading.share import AnotherRankFailed, read_shared
-from ucformat.torch.loading.together import open_together
+from ucformat.torch.loading.share import AnotherRankFailed, open_together, read_shared
 from ucformat.torch.loading.values import (
     SavedState,
     fit_groups,

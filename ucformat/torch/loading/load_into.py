@@ -17,7 +17,7 @@ from ucformat.reading.rank import LOAD_INVALID, Bound
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.storage.cache.scope import consistent
-from ucformat.storage.watched import check_unchanged
+from ucformat.storage.wrappers import check_unchanged
 from ucformat.torch.loading.match import PARAMETER, Problems, match, overlaps, raise_for, stored_names, weight_of
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.values import SavedState

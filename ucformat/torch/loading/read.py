@@ -13,8 +13,8 @@ import torch
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, is_non_overlapping, row_major
 from ucformat.geometry.tensor import FileRun, Piece, Tiles
+from ucformat.reading.execute import read_items
 from ucformat.reading.rank import item_for
-from ucformat.reading.read import read_items
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.state.elements import blocks_of, host_memory
 from ucformat.torch.state.local import LocalShard

@@ -1,16 +1,18 @@
-"""Reads once what several ranks want: one of them reads each part, and the others get it from that rank.
+"""The documents of a checkpoint, read by one process for many.
 
-The ranks find out by digests which parts they have in common, and one of them deals these. They read in rounds: the
-parts of a round are exchanged while those of the next one are read. Ranks of one host read into memory that all of them
-map, and each copies what it wants from there; replicas that the user names broadcast over their process group.
+All ranks of a job open the same checkpoint, and make the same requests for it. One of them remembers the answers; the
+others get them, and request only what is not among them.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -18,18 +20,200 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import NotFound
+from ucformat.references import open_reference, open_watched
+from ucformat.storage.base import Info, content_version
+from ucformat.storage.cache.scope import read_consistently
+from ucformat.storage.url import path_text
+from ucformat.storage.wrappers import WatchedStore
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.read import ReadAmount, check_targets, parts_of, read, room, stored_in, target_of
 from ucformat.torch.state.elements import SharedMemory, SharedRange, map_range
 from ucformat.torch.state.memory import keep_current_device, synchronize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from ucformat.checkpoint import Checkpoint
     from ucformat.reading.plan import Verify
+    from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.match import Matched
+
+
+class Question(NamedTuple):
+    """A request to a store.
+
+    Attributes:
+        call: `info`, `read`, `list`, or `begin` for the first entries of a listing that was not read to its end.
+        nbytes: of a read; -1: to the end of the file.
+    """
+
+    store: str
+    call: str
+    key: str
+    offset: int = 0
+    nbytes: int = -1
+
+
+#: What a store has answered: bytes, the files of a listing, one file, or None if there is no such file.
+Answer = bytes | tuple[Info, ...] | None
+
+
+class RememberingStore(WatchedStore):
+    """A watched store that asks each question once: those for bytes until `forget_bytes` is called, others always.
+
+    Files that are known from `answers` alone are not compared at the end: that is for the process that has read them.
+    """
+
+    def __init__(self, inner: Store, answers: dict[Question, Answer]) -> None:
+        super().__init__(inner)
+        self._answers = answers
+        self._keeps_bytes = True
+
+    def forget_bytes(self) -> None:
+        """Read from the inner store from now on; files that were looked up or listed stay known."""
+        self._keeps_bytes = False
+        self._answers = {q: a for q, a in self._answers.items() if q.call != "read"}
+
+    def info(self, key: str) -> Info:
+        """See Store."""
+        question = Question(self.url, "info", key)
+        if question not in self._answers:
+            try:
+                self._answers[question] = (super().info(key),)
+            except NotFound:
+                self._answers[question] = None
+        found = self._answers[question]
+        if not isinstance(found, tuple):
+            raise NotFound(f"{self.url}/{key} does not exist")
+        return self._known(found[0])
+
+    def _known(self, info: Info) -> Info:
+        """Keep the version of a file as one that was listed, unless each host may have a disk of its own."""
+        if not self._uses_info:
+            self._seen.setdefault(info.key, info)
+        return info
+
+    def list(self, prefix: str = "") -> Iterator[Info]:
+        """See Store."""
+        whole, begin = Question(self.url, "list", prefix), Question(self.url, "begin", prefix)
+        answers = self._answers
+        known = answers.get(whole, answers.get(begin))
+        known = known if isinstance(known, tuple) else ()
+        yield from map(self._known, known)
+        if whole in answers:
+            return
+        keys, found, question = {info.key for info in known}, [], begin
+        try:
+            for info in super().list(prefix):
+                found.append(info)
+                if info.key not in keys:
+                    yield info
+            question = whole
+        finally:
+            answers[question] = tuple(found)
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
+        if not self._keeps_bytes:
+            return super().read(key, offset, nbytes)
+        question = Question(self.url, "read", key, offset, -1 if nbytes is None else nbytes)
+        known = self._answers.get(question)
+        if isinstance(known, bytes):
+            return known
+        data = self._answers[question] = super().read(key, offset, nbytes)
+        return data
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        """See Store."""
+        if not self._keeps_bytes:
+            return super().read_versioned(key)
+        data = self.read(key)
+        return data, content_version(data)
+
+
+# Opens a checkpoint on all ranks of a job, of which one reads its documents.
+
+
+@message
+class _Opened:
+    """What rank 0 has opened.
+
+    Attributes:
+        answers: of its store, while the checkpoint was opened.
+    """
+
+    place: str
+    answers: Mapping[Question, Answer]
+
+
+def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Checkpoint:
+    """Open a checkpoint on all ranks, which call this together.
+
+    If all ranks name the same place, rank 0 alone looks it up in the catalog and reads the manifest, the sidecar and
+    the objects, or what tells the structure of a foreign checkpoint, and the others get what it has read. So a job
+    makes as many requests as one process, and all ranks open the same checkpoint even if another one is committed
+    meanwhile.
+    """
+    named = None if isinstance(place, Checkpoint) else path_text(place)
+    if isinstance(place, PathLike) and not Path(place).is_absolute():
+        named = f"./{named}"  # and no reference to the catalog
+    found: Checkpoint | None = None
+
+    def read(common: str | None) -> _Opened | None:
+        nonlocal found
+        if common is None:
+            return None
+        answers: dict[Question, Answer] = {}
+        found, url = _open(common, answers)
+        return _Opened(url, answers)
+
+    if ranks.size == 1:
+        return place if isinstance(place, Checkpoint) else open_reference(place)
+    opened: _Opened | None = ranks.combine(named, _same, str | None, read, _Opened | None)
+    failure = None
+    try:
+        if opened is None:
+            found = place if isinstance(place, Checkpoint) else open_reference(place)
+        elif ranks.rank:
+            found, _ = _open(opened.place, dict(opened.answers))
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
+        failure = error
+    ranks.combine(failure)
+    assert found is not None  # noqa: S101 - no rank failed
+    return found
+
+
+def _same(a: str | None, b: str | None) -> str | None:
+    return a if a == b else None
+
+
+def _open(place: str, answers: dict[Question, Answer]) -> tuple[Checkpoint, str]:
+    return read_consistently(lambda: _read_documents(place, answers), optimistic=False)
+
+
+def _read_documents(place: str, answers: dict[Question, Answer]) -> tuple[Checkpoint, str]:
+    stores: list[RememberingStore] = []
+
+    def watch(store: Store) -> RememberingStore:
+        stores.append(RememberingStore(store, answers))
+        return stores[-1]
+
+    ck, url = open_watched(place, watch)
+    _ = ck.objects, ck.id
+    if ck.universal is not None and ck.universal.manifest.sidecar is not None:
+        ck.universal.sidecar()
+    for store in stores:
+        store.forget_bytes()
+    return ck, url
+
+
+# Reads once what several ranks want: one of them reads each part, and the others get it from that rank.
+#
+# The ranks find out by digests which parts they have in common, and one of them deals these. They read in rounds: the
+# parts of a round are exchanged while those of the next one are read. Ranks of one host read into memory that all of them
+# map, and each copies what it wants from there; replicas that the user names broadcast over their process group.
 
 #: Bytes that each rank reads in a round, unless a part is larger.
 _ROUND_BYTES = 32 << 20

@@ -11,8 +11,7 @@ import numpy as np
 from ucformat.errors import CoverageError, UsageError
 from ucformat.format.chunking import Tiling
 from ucformat.format.described import ALIGNMENT
-from ucformat.geometry.box import Box
-from ucformat.geometry.coverage import prove
+from ucformat.geometry.box import Box, prove
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.reading.readable import StatePath as Path
 from ucformat.schema.tensors import TensorDoc, TensorTable

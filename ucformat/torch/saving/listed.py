@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ucformat.errors import UsageError
 from ucformat.format.digest import document_digest
 from ucformat.torch.comm.wire import decode, encode, message
+from ucformat.torch.saving.agree import check_replicas, manifest_paths, object_owners, paths_by_key
 from ucformat.torch.saving.assignment import (
     GlobalPlan,
     WriteItem,
@@ -22,7 +23,6 @@ from ucformat.torch.saving.assignment import (
     merge_items,
     table_of,
 )
-from ucformat.torch.saving.equality import check_replicas, manifest_paths, object_owners, paths_by_key
 from ucformat.torch.saving.options import SaveOptions
 
 if TYPE_CHECKING:

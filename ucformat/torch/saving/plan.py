@@ -10,9 +10,8 @@ from ucformat.format.commit import begin
 from ucformat.format.described import Described, DescribedRow, file_order
 from ucformat.format.digest import document_digest
 from ucformat.reading.garbage import gc_paused
-from ucformat.torch.saving.agree import agree
+from ucformat.torch.saving.agree import agree, checksums, manifest_paths, paths_by_key
 from ucformat.torch.saving.assignment import GlobalPlan, WriteItem, WritePlan, table_of
-from ucformat.torch.saving.equality import checksums, manifest_paths, paths_by_key
 from ucformat.torch.saving.listed import plan_listed
 from ucformat.torch.saving.shards import plan_shards
 from ucformat.torch.saving.statement import Exceptions, Facts, Statement

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import UcformatError
 from ucformat.redacted import Hiding
+from ucformat.torch.comm.bulk import Links
 from ucformat.torch.comm.connections import Node
-from ucformat.torch.comm.group import Group
+from ucformat.torch.comm.group import Group, listen_at
 from ucformat.torch.comm.handshake import Address
-from ucformat.torch.comm.links import Links
-from ucformat.torch.comm.tree import listen_at
 from ucformat.torch.comm.wire import decode, encode, message
 from ucformat.torch.saving.manifest import SaveMetadata, StateInfo
 from ucformat.torch.saving.options import SaveOptions

@@ -1,0 +1,236 @@
+"""Expert parallelism (`deepspeed.moe`): the experts of a checkpoint, the ranks that hold them, and their names.
+
+Expert-parallel rank K of E holds n/E of a layer's n experts, as `….deepspeed_moe.experts.deepspeed_experts.J.…`, where
+J counts from 0 on each rank: `param_shapes` and the optimizer use this local name for expert K·n/E + J. The files of
+the weights, one for each expert, use the global number. For data-parallel rank R of D, K is R mod E; under
+`use_data_before_expert_parallelism` it is R div (D/E). E may differ between layers.
+
+Under ZeRO 1 and 2 the groups of experts' parameters are partitioned across the D/E ranks of the same K. Under ZeRO 0
+the first rank of each K writes its optimizer, which includes the states of all other parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from ucformat.engines.deepspeed.folder import copy_hint
+from ucformat.engines.deepspeed.model_states import ModelStates, need
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
+from ucformat.sources.pickle.stand_ins import StoredTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ucformat.sources.pickle.file import TorchFile
+
+_NAME = re.compile(r"\.?((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,6})(\..+)", re.DOTALL)
+_GROUP = re.compile(r"ep_size_(\d{1,6})")
+_MAX_LISTED = 10
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor belongs to an expert."""
+    return _NAME.fullmatch(name) is not None
+
+
+def expert_of(name: str) -> tuple[str, int] | None:
+    """The expert that a tensor belongs to: the prefix of its layer, and its number; None for other tensors."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]))
+
+
+def recorded_degree(group: object) -> int | None:
+    """The number of expert-parallel ranks that share a group that DeepSpeed made of experts; None for other groups."""
+    name = group.get("name") if isinstance(group, Mapping) and group.get("moe") else None
+    found = _GROUP.fullmatch(name) if isinstance(name, str) else None
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a checkpoint: `counts` has the number of experts of each layer, by the prefix of their names."""
+
+    dp: int
+    data_first: bool = False
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    def holders(self, degree: int, rank: int) -> range:
+        """The data-parallel ranks of an expert-parallel rank, in the order of their partitions."""
+        wide = self.dp // degree
+        return range(rank * wide, (rank + 1) * wide) if self.data_first else range(rank, self.dp, degree)
+
+    def place(self, degree: int, rank: int) -> int:
+        """The index of a data-parallel rank among those of its expert-parallel rank."""
+        return rank % (self.dp // degree) if self.data_first else rank // degree
+
+    def globally(self, name: str, degree: int, rank: int) -> str:
+        """The global name of a parameter."""
+        match = _NAME.fullmatch(name)
+        if match is None or degree == 1:
+            return name
+        return f"{match[1]}{rank * self.counts[match[1]] // degree + int(match[2])}{match[3]}"
+
+    def local_name(self, name: str, degree: int) -> str:
+        """The name of a parameter on the expert-parallel rank that holds it; the inverse of `globally`."""
+        match = _NAME.fullmatch(name)
+        if match is None or degree == 1:
+            return name
+        return f"{match[1]}{int(match[2]) % (self.counts[match[1]] // degree)}{match[3]}"
+
+    def locally(self, name: str, degree: int, rank: int) -> bool:
+        """Whether an expert-parallel rank holds a parameter: one of its own experts, or not an expert's at all."""
+        match = _NAME.fullmatch(name)
+        return match is None or int(match[2]) * degree // self.counts[match[1]] == rank
+
+    def degree_of(self, names: Iterable[str], hyper: Any, parts: Any, file: str) -> int:
+        """The number of expert-parallel ranks that share the parameters of a flat group; 1 without experts."""
+        recorded = recorded_degree(hyper)
+        held: dict[str, set[int]] = {}
+        other = None
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match is None:
+                other = name
+            else:
+                held.setdefault(match[1], set()).add(int(match[2]))
+        degree = recorded
+        if degree is None:
+            degree = self.dp // parts if isinstance(parts, int) and 0 < parts <= self.dp else 1
+        if not held or degree < 1 or self.dp % degree:
+            degree = 1
+        if isinstance(parts, int) and parts * degree != self.dp:
+            named = "" if recorded is None else f" named 'ep_size_{recorded}'"
+            raise IntegrityError(
+                f"{file} was saved by {parts} ranks of one group{named}, but {self.dp} files of optimizer states are "
+                "present",
+                hint="files of different saves are mixed in one folder, or experts were assigned to ranks in a way "
+                "that ucformat does not know",
+            )
+        if degree > 1 and other is not None:
+            raise UnsupportedError(
+                f"{file} has {other}, which is not an expert's, in a group that is sharded across {degree} ranks"
+            )
+        for prefix, ids in held.items():  # not all of them if the group was divided because of its size
+            count = self.counts.get(prefix, 0)
+            if count % degree or max(ids) * degree >= count:
+                raise IntegrityError(
+                    f"{file}: {degree} expert-parallel ranks have {max(ids) + 1} experts each of {prefix}*, but there "
+                    f"are files of {count}",
+                    hint="files of different saves are mixed in one folder",
+                )
+        return degree
+
+
+def adopt_experts(model: ModelStates, files: Mapping[tuple[int, int], TorchFile], dp: int) -> Experts:
+    """Add the experts' weights to the model states, each after its layer's gate."""
+    recorded = model.value.get("num_experts") or []
+    if not isinstance(recorded, list) or any(type(n) is not int or n < 1 for n in recorded):
+        raise IntegrityError(f"{model.key} has no usable 'num_experts' ({recorded!r:.80})")
+    missing = list(islice(_missing(recorded, files), _MAX_LISTED + 1))
+    folder = model.key.rpartition("mp_rank_")[0]
+    if missing:
+        names = ", ".join(f"{folder}layer_{i}_expert_{e}_mp_rank_00_model_states.pt" for i, e in missing[:_MAX_LISTED])
+        raise MissingData(
+            f"{names}{' and more' if len(missing) > _MAX_LISTED else ''} is missing: the checkpoint has "
+            f"{len(recorded)} layers of {', '.join(map(str, recorded[:_MAX_LISTED]))} experts",
+            hint="copy all files of the tag folder; each rank wrote its own, perhaps to its node's disk",
+        )
+    extra = next((file for (i, e), file in files.items() if i >= len(recorded) or e >= recorded[i]), None)
+    if extra is not None:
+        raise IntegrityError(
+            f"{extra.key} does not belong to this checkpoint, whose layers have {recorded} experts",
+            hint="an earlier save of another model left it; move it elsewhere",
+        )
+    counts: dict[str, int] = {}
+    layers: list[dict[str, tuple[StoredTensor, TorchFile]]] = []
+    for layer, number in enumerate(recorded):
+        found = {}
+        prefixes = set()
+        for expert in range(number):
+            for name, tensor in _tensors(files[layer, expert], expert):
+                found[name] = tensor, files[layer, expert]
+                prefixes.add(name[: name.rindex("deepspeed_experts.")] + "deepspeed_experts.")
+        if len(prefixes) > 1 or prefixes & counts.keys():
+            raise IntegrityError(
+                f"the files of layer {layer}'s experts, {files[layer, 0].key} and others, hold several layers' or "
+                "another one's: " + ", ".join(sorted(prefixes)),
+                hint="files of different saves are mixed in one folder",
+            )
+        counts.update(dict.fromkeys(prefixes, number))
+        layers.append(found)
+    for prefix, tensors in zip(counts, filter(None, layers), strict=True):
+        model.adopt_after(prefix.removesuffix("experts.deepspeed_experts."), tensors)
+    config = model.value.get("ds_config")
+    first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
+    return Experts(dp, first, counts)
+
+
+def expert_model(base: ModelStates, file: TorchFile, experts: Experts, degree: int, rank: int) -> ModelStates:
+    """The model states of an expert-parallel rank under ZeRO 0: its own optimizer and experts, and all shared tensors."""
+    state = need(file.value, "optimizer", (dict, type(None)), file.key)
+    buffers = [experts.globally(name, degree, rank) for name in base.buffers]
+    file.value = {"module": {}, "buffer_names": buffers, "optimizer": state}
+    model = ModelStates(file)
+    for name, tensor in base.module.items():
+        if experts.locally(name, degree, rank):
+            model.adopt(name, tensor, base.home(name))
+    return model
+
+
+def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
+    """Under ZeRO 0, check that there is one optimizer file for each expert-parallel rank."""
+    state = model.value.get("optimizer")
+    inner = state.get("optimizer_state_dict", state) if isinstance(state, dict) else {}
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    sizes = {d for g in (groups if isinstance(groups, list) else ()) if (d := recorded_degree(g)) is not None}
+    sizes = sizes or {degree}
+    if len(sizes) > 1:
+        raise UnsupportedError(
+            f"{model.key}: layers of experts are sharded across different numbers of ranks ({sorted(sizes)}), which is "
+            "read with ZeRO 1 and 2 only"
+        )
+    recorded = sizes.pop()
+    if degree < recorded:
+        folder = model.key.rpartition("/")[0]
+        names = [
+            f"expp_rank_{k}_mp_rank_00_optim_states.pt" for k in range(degree, min(recorded, degree + _MAX_LISTED))
+        ]
+        raise MissingData(
+            f"{', '.join(names)} is missing in {folder or 'the folder'}: {recorded} expert-parallel ranks saved it",
+            hint=copy_hint(weights=True),
+        )
+    uneven = next((p for p, n in experts.counts.items() if n % degree), None)
+    if degree > recorded or uneven is not None or experts.dp % degree:
+        raise IntegrityError(
+            f"there are optimizer files of {degree} expert-parallel ranks, but {model.key} was saved by {recorded} of "
+            f"{experts.dp} data-parallel ranks"
+            + (f", with {experts.counts[uneven]} experts in {uneven}*" if uneven else ""),
+            hint="an earlier save by more ranks left some; move those elsewhere",
+        )
+
+
+def _missing(recorded: Sequence[int], files: Mapping[tuple[int, int], TorchFile]) -> Iterator[tuple[int, int]]:
+    """The experts without a file, by layer and expert."""
+    there = [0] * len(recorded)
+    for layer, expert in files:
+        if layer < len(recorded) and expert < recorded[layer]:
+            there[layer] += 1
+    for layer, number in enumerate(recorded):
+        if there[layer] < number:
+            yield from ((layer, e) for e in range(number) if (layer, e) not in files)
+
+
+def _tensors(file: TorchFile, expert: int) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of an expert's file, under their names in the whole checkpoint."""
+    if not isinstance(file.value, dict):
+        raise IntegrityError(f"{file.key} holds a {type(file.value).__name__} instead of an expert's tensors")
+    for name, tensor in file.value.items():
+        match = _NAME.fullmatch(name) if isinstance(name, str) else None
+        if match is None or int(match[2]) != expert:
+            raise IntegrityError(f"{file.key} holds {name!r:.200}, which is not a tensor of expert {expert}")
+        if isinstance(tensor, StoredTensor):
+            yield f"{match[1]}{match[2]}{match[3]}", tensor

@@ -1,0 +1,443 @@
+"""What an export to DeepSpeed needs to know about the engine that loads it: stage, ranks, precision, flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ucformat.config_files import read_config_file
+from ucformat.engines.deepspeed.experts import recorded_degree
+from ucformat.engines.deepspeed.zero import undo_round_robin
+from ucformat.errors import UnsupportedError, UsageError
+from ucformat.exporters.base import ExportOptions, option
+from ucformat.geometry.tensor import Key
+from ucformat.schema import FLOATS
+from ucformat.storage.base import check_key
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.layout import Layout
+    from ucformat.geometry.tensor import TensorInfo
+
+
+#: The precisions of an engine.
+DTYPES = ("float32", "bfloat16", "float16")
+#: The stage of ZeRO that partitions parameters.
+ZERO3 = 3
+_SUB_GROUP = 10**9  # elements: DeepSpeed's default of `sub_group_size`
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniversalOptions(ExportOptions):
+    """The options of `DeepSpeedUniversalExporter`."""
+
+    config: Mapping[str, Any] | str | None = option(
+        None,
+        "path",
+        "the DeepSpeed configuration (JSON) of the engine that is to load the checkpoint: stage, precision, loss "
+        "scale; by default what the source recorded",
+    )
+    stage: int | None = option(None, "number", "the ZeRO stage; by default that of `config`, or of the source")
+    dtype: str | None = option(
+        None, "text", "the precision of the engine: `float32`, `bfloat16` or `float16`; by default that of the weights"
+    )
+    tag: str | None = option(
+        None, "text", "the name of the folder below the destination; `global_step<step>` by default"
+    )
+    step: int | None = option(None, "number", "the number of training steps, if the source does not record it")
+    buffers: Sequence[str] | None = option(
+        None,
+        "names",
+        "the names of the module's buffers, which the optimizer does not tell from frozen parameters; `none` if there "
+        "are none",
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.config, str | Path):
+            object.__setattr__(self, "config", read_config_file(Path(self.config), "DeepSpeed configuration"))
+        if isinstance(self.buffers, str):
+            object.__setattr__(self, "buffers", self.buffers.split(","))
+        if self.buffers is not None:
+            object.__setattr__(self, "buffers", tuple(name for name in self.buffers if name != "none"))
+        if self.stage not in (None, 0, 1, 2, 3):
+            raise UsageError(f"ZeRO has the stages 0 to 3, not {self.stage}")
+        if self.dtype not in (None, *DTYPES):
+            raise UsageError(f"an engine trains in {', '.join(DTYPES)}, not in {self.dtype!r}")
+        if self.step is not None and self.step < 0:
+            raise UsageError(f"step must not be negative, but is {self.step}")
+        if self.tag is not None and (not self.tag.strip() or "\n" in self.tag):
+            raise UsageError("a tag is a line of text")
+        if self.tag is not None:
+            check_key(self.tag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedOptions(UniversalOptions):
+    """The options of `DeepSpeedExporter`."""
+
+    world: int | None = option(
+        None, "number", "the number of ranks: data-parallel times tensor-parallel; by default that of the source"
+    )
+    tp: int | None = option(None, "number", "the number of tensor-parallel ranks, for which `layout` is needed")
+    layout: Layout | Mapping[str, Any] | str | None = option(  # noqa: RUF009 - it makes a field
+        None,
+        "layout",
+        "how parameters are sharded over tensor-parallel ranks: rules over the axis `tp`, or the preset `llama`",
+    )
+    ep: int | None = option(
+        None,
+        "number",
+        "the number of expert-parallel ranks (`ep_size` of the layers) of a model with experts of deepspeed.moe; by "
+        "default that of the source",
+    )
+    weights_only: bool = option(False, "flag", "write no optimizer; load it with `load_module_only=True`")
+    fused: bool = option(
+        False,
+        "flag",
+        "at stage 0 in 16 bits: the optimizer is DeepSpeed's FusedAdam, which has one flat tensor for each group",
+    )
+
+    def __post_init__(self) -> None:
+        UniversalOptions.__post_init__(self)
+        for name, value in (("world", self.world), ("tp", self.tp), ("ep", self.ep)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The engine that is to load a checkpoint.
+
+    Attributes:
+        settings: its configuration; what it leaves out has DeepSpeed's default.
+    """
+
+    stage: int
+    dp: int
+    tp: int
+    dtype: str
+    tag: str
+    step: int
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, options: UniversalOptions, source: Checkpoint, weights: Sequence[TensorInfo]) -> Engine:
+        """The engine that the options describe, or else the one that saved the source."""
+        layout = source.metadata.layout
+        settings = settings_of(options, source)
+        zero = zero_of(settings)
+        recorded = layout.get("zero") if options.config is None else zero.get("stage", 0)
+        stage = recorded if options.stage is None else options.stage
+        if not isinstance(stage, int):
+            raise UsageError(
+                "the source does not tell the ZeRO stage of the engine",
+                hint="pass stage (--stage) or config (--config)",
+            )
+        dp, tp = _ranks(options, layout) if isinstance(options, DeepSpeedOptions) else (1, 1)
+        step = options.step if options.step is not None else source.metadata.step
+        if step is None:
+            raise UsageError("the source does not record the number of training steps", hint="pass step (--step)")
+        dtype = options.dtype or _dtype(options, settings, layout, weights)
+        if isinstance(options, DeepSpeedOptions):
+            _refuse(stage, dtype, settings)
+        return cls(stage, dp, tp, dtype, options.tag or f"global_step{step}", step, settings)
+
+    @property
+    def prefix(self) -> str:
+        """How the names of optimizer files begin."""
+        return "bf16_zero_pp_rank_" if self.dtype == "bfloat16" else "zero_pp_rank_"
+
+    @property
+    def sub_group_size(self) -> int:
+        """Elements of each rank after which ZeRO 3 begins another flat group."""
+        size = zero_of(self.settings).get("sub_group_size")
+        return int(size) if isinstance(size, int | float) else _SUB_GROUP
+
+    def flag(self, name: str) -> bool:
+        """Whether an option of `zero_optimization` is set."""
+        return zero_of(self.settings).get(name) is True
+
+
+def settings_of(options: UniversalOptions, source: Checkpoint) -> Mapping[str, Any]:
+    """The engine's configuration: the given one, or the one that the source recorded; empty if there is none."""
+    found = source.objects.get("ds_config") if options.config is None else options.config
+    return found if isinstance(found, Mapping) else {}
+
+
+def zero_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section `zero_optimization` of a configuration."""
+    zero = settings.get("zero_optimization")
+    return zero if isinstance(zero, Mapping) else {}
+
+
+def _enabled(settings: Mapping[str, Any], section: str) -> bool:
+    found = settings.get(section)
+    return isinstance(found, Mapping) and found.get("enabled") is True
+
+
+def _ranks(options: DeepSpeedOptions, layout: Mapping[str, Any]) -> tuple[int, int]:
+    """The numbers of data-parallel and tensor-parallel ranks."""
+    before = int(layout.get("tp", 1)) if "zero" in layout else None
+    tp = options.tp or before or 1
+    world = options.world
+    if world is None and "zero" in layout and tp == before and isinstance(layout.get("dp"), int):
+        world = layout["dp"] * tp
+    if world is None:
+        raise UsageError(
+            "the source does not tell the number of ranks of the engine", hint="pass world (--world), as for torchrun"
+        )
+    if world % tp:
+        raise UsageError(f"{world} ranks are not divided by {tp} tensor-parallel ones")
+    return world // tp, tp
+
+
+def _dtype(
+    options: UniversalOptions, settings: Mapping[str, Any], layout: Mapping[str, Any], weights: Sequence[TensorInfo]
+) -> str:
+    """The precision: that of the given configuration, else of the weights."""
+    configured = next(
+        (dtype for s, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if _enabled(settings, s)), None
+    )
+    if options.config is not None:
+        return configured or "float32"
+    found = {info.dtype for info in weights} or {layout.get("weight_dtype", configured)}
+    dtype = found.pop()
+    if found or dtype not in DTYPES:
+        kinds = " and ".join(sorted({str(d) for d in (dtype, *found) if d is not None}))
+        what = f"the weights are {kinds}" if kinds else "no weights are stored"
+        hint = "pass dtype (--dtype)"
+        raise UsageError(f"{what}, which does not tell the precision of the engine", hint=hint)
+    return str(dtype)
+
+
+def _refuse(stage: int, dtype: str, settings: Mapping[str, Any]) -> None:
+    """UnsupportedError for configurations whose files are others."""
+    zero, types = zero_of(settings), settings.get("data_types")
+    accumulated = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
+    offload = zero.get("offload_optimizer")
+    nvme = isinstance(offload, Mapping) and offload.get("device") == "nvme"
+    found = {
+        "fp32 gradients under ZeRO 1 (BF16_Optimizer)": stage == 1 and dtype == "bfloat16" and accumulated == "fp32",
+        "elastic_checkpoint": stage in (1, 2) and zero.get("elastic_checkpoint") is True,
+        "mics_shard_size": stage == 3 and zero.get("mics_shard_size", -1) not in (-1, 0, None),
+        "an optimizer offloaded to NVMe": nvme,
+    }
+    for feature, is_set in found.items():
+        if is_set:
+            raise UnsupportedError(
+                f"the files of a DeepSpeed engine with {feature} are not written",
+                hint="change the configuration (config), or export to `deepspeed-universal`",
+            )
+
+
+# The tensors of a checkpoint as DeepSpeed divides them: trained parameters by optimizer group, and the rest.
+
+_LISTED = 8
+
+
+@dataclass(slots=True)
+class OptimizerGroup:
+    """An optimizer group: its parameters in order, and their states.
+
+    Attributes:
+        states: the tensors of each state, by parameter.
+        masters: the fp32 copy of each parameter, or the weight itself where that is the only one.
+        ranks: the data-parallel ranks that share the group, in the order of their partitions; None: all.
+    """
+
+    names: list[str]
+    document: Mapping[str, Any]
+    states: dict[str, dict[str, TensorInfo]] = field(default_factory=dict)
+    masters: dict[str, TensorInfo] = field(default_factory=dict)
+    ranks: range | None = None
+
+    def part(self, names: Mapping[str, str], **document: Any) -> OptimizerGroup:
+        """Some of the parameters."""
+
+        def cut(found: Mapping[str, Any]) -> dict[str, Any]:
+            return {new: found[old] for old, new in names.items() if old in found}
+
+        plain = {state: cut(values) for state, values in self.plain().items()}
+        states = {state: held for state, infos in self.states.items() if (held := cut(infos))}
+        return OptimizerGroup(
+            list(names.values()), {**self.document, "state": plain, **document}, states, cut(self.masters)
+        )
+
+    def joined(self, other: OptimizerGroup) -> OptimizerGroup:
+        """The parameters of this group and then those of another one with the same hyper-parameters."""
+
+        def both(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
+            return {state: {**one.get(state, {}), **two.get(state, {})} for state in (*one, *two)}
+
+        document = {**self.document, "state": both(self.plain(), other.plain())}
+        names, masters = [*self.names, *other.names], {**self.masters, **other.masters}
+        return OptimizerGroup(names, document, both(self.states, other.states), masters)
+
+    def scalars(self) -> dict[str, dict[str, TensorInfo]]:
+        """The states of no dims, such as `step`."""
+        return {s: found for s, found in self.states.items() if self._is_scalar(s)}
+
+    def shaped(self) -> dict[str, dict[str, TensorInfo]]:
+        """The other states."""
+        return {s: found for s, found in self.states.items() if not self._is_scalar(s)}
+
+    def _is_scalar(self, state: str) -> bool:
+        found = self.states[state]
+        return all(not i.shape for i in found.values()) and (
+            state == "step" or any(self.masters[name].shape for name in found)
+        )
+
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """States that are plain numbers, by parameter; one number for the group is of all that have other states."""
+        stateful = [n for n in self.names if any(n in infos for infos in self.states.values())] or self.names
+        found: dict[str, dict[str, Any]] = {}
+        for state, value in (self.document.get("state") or {}).items():
+            by_name = value if isinstance(value, dict) and not any(k.startswith("$") for k in value) else None
+            found[state] = dict(by_name if by_name is not None else dict.fromkeys(stateful, value))
+        return found
+
+
+class TrainedModel:
+    """The tensors of a checkpoint, by their part in an engine."""
+
+    def __init__(self, source: Checkpoint, infos: Sequence[TensorInfo], options: UniversalOptions) -> None:
+        self.source, self.options = source, options
+        self.by_name: dict[str, dict[str, TensorInfo]] = {}
+        for info in infos:
+            self.by_name.setdefault(info.name, {})[info.state] = info
+        self.groups = [self._group(document) for document in source.metadata.groups]
+        self.trained = {name: info for group in self.groups for name, info in group.masters.items()}
+        self.placed_in_client: set[str] = set()  # names of tensors that are values of the client state
+
+    def _group(self, document: Mapping[str, Any]) -> OptimizerGroup:
+        names = list(document["params"])
+        recorded, layout = zero_of(self.source.objects.get("ds_config") or {}), self.source.metadata.layout
+        if recorded.get("round_robin_gradients") is True and layout.get("zero") in (1, 2):
+            degree = recorded_degree(document) or 1
+            each = len(names) // degree
+            ranks = [names[i * each : (i + 1) * each] for i in range(degree)]
+            names = [n for of in ranks for n in undo_round_robin(of, layout["dp"] // degree)]
+        group = OptimizerGroup(names, document)
+        missing = [n for n in names if not self.by_name.get(n, {}).keys() & {"weight", "master"}]
+        if missing:
+            raise UnsupportedError(
+                f"the optimizer has parameters of which no weight is exported: {listed(missing)}",
+                hint="export all states, and all parameters",
+            )
+        for name in names:
+            held = self.by_name[name]
+            group.masters[name] = held.get("master") or held["weight"]
+            for state, info in held.items():
+                if state not in ("weight", "master"):
+                    group.states.setdefault(state, {})[name] = info
+        return group
+
+    @property
+    def expert_ranks(self) -> int | None:
+        """The number of expert-parallel ranks that saved the source, if it is known."""
+        found = {d for g in self.groups if (d := recorded_degree(g.document)) is not None}
+        if len(found) > 1:
+            raise UnsupportedError(
+                "layers of experts that are divided among different numbers of ranks "
+                f"({', '.join(map(str, sorted(found)))}) are not exported to DeepSpeed",
+                hint="export the weights alone (--weights-only)",
+            )
+        degree = found.pop() if found else self.source.metadata.layout.get("ep")
+        return degree if isinstance(degree, int) else None
+
+    @property
+    def weights(self) -> list[TensorInfo]:
+        """The stored weights of trained parameters; without an optimizer, those of all floating-point tensors."""
+        stored = {n: held["weight"] for n, held in self.by_name.items() if "weight" in held}
+        return [i for n, i in stored.items() if (n in self.trained if self.groups else i.dtype in FLOATS)]
+
+    def module(self, engine: Engine) -> dict[str, TensorInfo]:
+        """What the module's parameters and buffers are read from: weights in the engine's precision, else masters.
+
+        The engine rounds what is in another precision when it copies it to its parameters, as after a step.
+        """
+        found = {}
+        for name, held in self.by_name.items():
+            if name in self.placed_in_client or not held.keys() & {"weight", "master"}:
+                continue
+            weight, master = held.get("weight"), held.get("master")
+            right = weight is not None and (weight.dtype == engine.dtype or master is None)
+            info = weight if right or master is None else master
+            assert info is not None  # noqa: S101
+            if name in self.trained and engine.dtype == "float16" and info.dtype != "float16" and master is None:
+                raise UnsupportedError(
+                    f"{info.key} is {info.dtype}, and in float16 it might overflow",
+                    hint="cast weights to float16 by a view, or train in bfloat16",
+                )
+            found[name] = info
+        return found
+
+    def untrained(self, module: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors of the module that the optimizer does not have: buffers, frozen and empty parameters."""
+        return {n: i for n, i in module.items() if n not in self.trained or not i.size}
+
+    def buffers(self, module: Mapping[str, TensorInfo], *, must: bool) -> list[str]:
+        """The names of the module's buffers."""
+        told: Any = self.options.buffers
+        if told is None:
+            told = self.source.objects.get("buffer_names")
+        rest = self.untrained(module)
+        if isinstance(told, list | tuple):
+            unknown = [n for n in told if n not in module] if self.options.buffers is not None else []
+            if unknown:
+                raise UsageError(f"these buffers are not stored: {listed(unknown)}")
+            return [n for n in told if n in rest]
+        doubtful = [n for n, i in rest.items() if i.dtype in FLOATS and i.size]
+        if must and doubtful:
+            raise UsageError(
+                f"the optimizer does not have {listed(doubtful)}: these may be buffers, frozen or tied parameters, "
+                "which are stored in different ways",
+                hint="name the buffers (--buffers NAME,… or `none`), and make tied names aliases by a view: "
+                "{drop: [ALIAS]}, then {alias: {ALIAS: STORED}}",
+            )
+        return [n for n, i in rest.items() if i.dtype not in FLOATS]
+
+    def check_groups(self) -> None:
+        """Check that there are optimizer groups."""
+        if not self.groups:
+            raise UsageError(
+                f"{self.source.url} has no optimizer groups, without which `load_checkpoint` restores weights alone",
+                hint="pass weights_only=True (--weights-only), and load it with load_module_only=True (with "
+                "load_optimizer_states=False at stage 3)",
+            )
+
+    def take_all(self, module: Mapping[str, TensorInfo], buffers: Sequence[str]) -> None:
+        """Make all parameters one group without states, as ZeRO 3 stores weights."""
+        masters = {n: (self.by_name[n].get("master") or i) for n, i in module.items() if n not in buffers and i.size}
+        self.groups, self.trained = [OptimizerGroup(list(masters), {}, {}, masters)], masters
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message, at most eight."""
+    names = list(names)
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def outside(source: Checkpoint, trained: Collection[str], names: Iterable[str]) -> dict[str, tuple[str | int, ...]]:
+    """The tensors that the program that saved did not keep in the state of its model, each with its path there.
+
+    Where paths are not known, a tensor `train.rng` belongs to the object `train`, unless trained parameters do, too.
+    """
+    paths = source.metadata.paths
+    homes = {paths[key][0][:-1] for n in trained if paths.get(key := Key(n, "weight"))}
+    own = {n.partition(".")[0] for n in trained}
+    found: dict[str, tuple[str | int, ...]] = {}
+    for name in names:
+        place = paths.get(Key(name, "weight"))
+        first, dot, rest = name.partition(".")
+        if homes and place:
+            if place[0][:-1] not in homes:
+                found[name] = place[0]
+        elif dot and first in source.objects and own and first not in own:
+            found[name] = (first, rest)
+    return found

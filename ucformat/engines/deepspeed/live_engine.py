@@ -1,0 +1,363 @@
+"""Inspects DeepSpeed engines: what is supported, and names of parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ucformat.errors import UnsupportedError, UsageError
+from ucformat.format.distribution import Distribution, RankMesh
+from ucformat.geometry.flat_buffer import FlatBuffer, part_range
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+
+#: Optimizers that keep the residual of gradient compression on each rank.
+_ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts of a DeepSpeed engine that is supported.
+
+    `optimizer` is DeepSpeed's, `inner` the torch optimizer inside it, which may be the same; both are None if the
+    engine only evaluates. Tied parameters are listed once; `aliases` maps their further names to that name.
+    """
+
+    engine: Any
+    stage: int
+    optimizer: Any
+    inner: torch.optim.Optimizer | None
+    parameters: Mapping[str, torch.nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among all."""
+        return int(self.engine.global_rank)
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The ZeRO stage and the number of data-parallel ranks, in the form of manifests."""
+        return {"zero": self.stage, "dp": int(self.engine.seq_dp_world_size)}
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return the name of a parameter."""
+        found = self.engine.param_names.get(parameter)
+        if found not in self.parameters:
+            raise UnsupportedError(
+                f"the optimizer has a tensor of shape {list(parameter.shape)} that is not a parameter of the module",
+                hint="register it in the module that is passed to deepspeed.initialize, so that it has a name",
+            )
+        return str(found)
+
+
+def inspect_engine(engine: Any) -> EngineParts:
+    """Return the parts of a DeepSpeed engine."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.utils import DummyOptim
+
+    if not isinstance(engine, DeepSpeedEngine):
+        raise UsageError(
+            f"a {type(engine).__name__} is not a DeepSpeed engine",
+            hint="pass the first result of deepspeed.initialize; for other models use ucformat.torch.save and load",
+        )
+    _refuse_engine(engine)
+    module = engine.module
+    parameters = dict(module.named_parameters())
+    optimizer = engine.optimizer
+    if optimizer is None or isinstance(optimizer, DummyOptim) or not hasattr(optimizer, "param_groups"):
+        optimizer = None
+    if optimizer is not None:
+        _refuse_optimizer(optimizer)
+    for name, parameter in parameters.items():
+        _refuse_parameter(name, parameter)
+    first = {id(p): name for name, p in parameters.items()}
+    aliases = {
+        name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if first[id(p)] != name
+    }
+    inner = None if optimizer is None else getattr(optimizer, "optimizer", optimizer)
+    stage = int(engine.zero_optimization_stage())
+    return EngineParts(engine, stage, optimizer, inner, parameters, _buffers(module), aliases)
+
+
+def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The persistent buffers, in the order of the module; a shared buffer under its first name."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for path, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set and id(buffer) not in seen:  # noqa: SLF001 - torch has no other way
+                seen.add(id(buffer))
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def _refuse_engine(engine: Any) -> None:
+    unsupported = {
+        "pipeline parallelism": engine.pipeline_parallelism,
+        "expert parallelism (deepspeed.moe)": engine.has_moe_layers,
+        "tensor parallelism": engine.mp_world_size > 1 or engine.autotp_size() > 1,
+        "ZenFlow": engine.zenflow,
+    }
+    for feature, found in unsupported.items():
+        if found:
+            raise UnsupportedError(
+                f"a DeepSpeed engine with {feature} cannot be saved or loaded yet",
+                hint="use engine.save_checkpoint, or an engine with data parallelism and ZeRO 0 to 3",
+            )
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
+        raise UnsupportedError(
+            "an engine whose optimizer or parameters are offloaded to NVMe cannot be saved or loaded",
+            hint='offload to "cpu" instead, or use engine.save_checkpoint',
+        )
+    if getattr(optimizer, "offloaded_states", None):
+        names = ", ".join(sorted(str(getattr(s, "value", s)) for s in optimizer.offloaded_states))
+        raise UnsupportedError(
+            f"the engine has offloaded its states ({names})", hint="call engine.reload_states() first"
+        )
+    if hasattr(optimizer, "backup_optimizer"):
+        raise UnsupportedError(
+            "an engine that offloads its optimizer partially (`ratio` below 1) cannot be saved or loaded yet",
+            hint="offload all of it, or nothing",
+        )
+    if type(optimizer).__name__ == "MiCS_Optimizer":
+        raise UnsupportedError(
+            "MiCS cannot be saved or loaded yet", hint="use ZeRO 3, perhaps with zero_hpz_partition_size"
+        )
+    inner = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    if inner in _ONE_BIT:
+        raise UnsupportedError(
+            f"{inner} keeps the residual of gradient compression on each rank, which no other layout could use",
+            hint="use engine.save_checkpoint and the same world size, or another optimizer",
+        )
+
+
+def _refuse_parameter(name: str, parameter: Any) -> None:
+    partition = getattr(parameter, "ds_tensor", None)
+    if partition is None:
+        return
+    if hasattr(partition, "ds_quant_scale"):
+        raise UnsupportedError(
+            f"{name} is kept quantized by ZeRO 3 (zero_quantized_nontrainable_weights), which cannot be saved or "
+            "loaded yet",
+            hint="switch that option off",
+        )
+    if getattr(partition.status, "name", "AVAILABLE") != "AVAILABLE":
+        raise UnsupportedError(f"the partition of {name} is swapped out", hint='offload parameters to "cpu" instead')
+
+
+@torch.no_grad()
+def update_module(trainer: EngineParts) -> None:
+    """Round the master weights into the module's parameters, and gather parameters that every rank keeps whole.
+
+    All ranks must call this, since ZeRO 1 to 3 gather.
+    """
+    optimizer: Any = trainer.optimizer
+    zero3 = trainer.engine.optimizer if hasattr(trainer.engine.optimizer, "checkpoint_event_prologue") else None
+    if zero3 is not None:
+        zero3.checkpoint_event_prologue()  # releases gathered parameters, since the partitions have changed
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        for number in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)  # noqa: SLF001 - as in its step
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+        # DeepSpeed 0.19.8 links states to parameters only after the first step of the first group
+        optimizer._hp_optimizer_states_linked = False  # noqa: SLF001 - links all of them in the next step
+    elif hasattr(optimizer, "fp32_groups_flat"):
+        for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            for parameter, master in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                parameter.copy_(master.view(parameter.shape))
+    elif hasattr(optimizer, "fp32_groups"):
+        for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.copy_(master)
+    if zero3 is not None:
+        zero3.checkpoint_event_epilogue()
+
+
+# The parts of parameters that the optimizer of this rank holds in a DeepSpeed engine.
+#
+# The flat buffers of all ZeRO stages have one form here. Classes of DeepSpeed 0.19.8:
+#
+# - ZeRO 0 in fp32: the torch optimizer, with the module's own parameters.
+# - ZeRO 0 in bf16 or fp16: `fp32_groups`, one fp32 tensor for each parameter (FP16_UnfusedOptimizer); with a fused Adam
+#   `fp32_groups_flat`, one flat tensor for each group, its parameters one after another (FP16_Optimizer).
+# - ZeRO 1 and 2: this rank's partition of each group's flat buffer, in which `round_robin_bit16_offsets` are the offsets
+#   of parameters. (`_hp_mapping` of a parameter is the same, except under `round_robin_gradients`, where DeepSpeed 0.19.8
+#   computes it for another order.)
+# - BF16_Optimizer (ZeRO 1, bf16, gradients in fp32): the same without alignment.
+# - ZeRO 3: a flat buffer for each sub-group, this rank's part of each of its parameters one after another.
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTensor:
+    """A tensor that the torch optimizer updates on this rank: one `whole` parameter in its own shape, or a flat buffer.
+
+    `shapes` has all parameters in the tensor, over all ranks, in order; they share its plain states. `parts` has those
+    of which this rank holds any elements: `[start, stop)` of the flattened parameter, and their offset in the tensor.
+    `distributions` are those of the parameters in a partitioned flat buffer.
+    """
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    tensor: torch.Tensor
+    whole: bool
+    shapes: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, tuple[int, int, int]]
+    distributions: Mapping[str, Distribution] = field(default_factory=dict)
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """The optimizer's states of the tensor by name, tensors and plain numbers; empty before the first step."""
+        found: dict[str, Any] = self.optimizer.state.get(self.tensor) or {}
+        return found
+
+
+def shape_of(parameter: Any) -> tuple[int, ...]:
+    """Return the global shape of a parameter, which ZeRO 3 may have partitioned."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def partition_of(optimizer: Any, parameter: Any) -> tuple[int, int]:
+    """Return the range of elements of a flattened parameter in this rank's partition under ZeRO 3."""
+    part = parameter.partition_numel()
+    return part_range(math.prod(parameter.ds_shape), part, _rank_of(optimizer, parameter))
+
+
+def partitions_of(parameter: Any) -> Distribution | None:
+    """Return how ranks hold a parameter that ZeRO 3 has partitioned; None if it has no elements."""
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(parameter.ds_process_group)
+    return _distribution(ranks, math.prod(parameter.ds_shape), parameter.partition_numel(), 0)
+
+
+def _distribution(ranks: Sequence[int], numel: int, part: int, position: int) -> Distribution | None:
+    return Distribution(RankMesh.of((len(ranks),), ranks), (), 0, part, position) if numel else None
+
+
+def _rank_of(optimizer: Any, parameter: Any) -> int:
+    """This rank among those over which ZeRO 3 has partitioned a parameter."""
+    import torch.distributed as dist
+
+    if optimizer is not None:
+        return int(optimizer._get_param_partition_rank(parameter))  # noqa: SLF001 - the only way
+    return int(dist.get_rank(parameter.ds_process_group))
+
+
+def optimizer_tensors(trainer: EngineParts) -> tuple[OptimizerTensor, ...]:
+    """Return the tensors that the torch optimizer of this rank updates, by group; empty without an optimizer."""
+    optimizer, inner = trainer.optimizer, trainer.inner
+    if optimizer is None or inner is None:
+        return ()
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return tuple(_zero3(trainer, optimizer))
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        return tuple(_zero12(trainer, optimizer))
+    if hasattr(optimizer, "fp32_groups_flat_partition"):
+        return tuple(_bf16(trainer, optimizer))
+    if hasattr(optimizer, "fp32_groups_flat"):
+        return tuple(_fused(trainer, optimizer))
+    if hasattr(optimizer, "fp32_groups"):
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        return tuple(
+            _one(trainer, g, p, q) for g, (low, high) in enumerate(groups) for p, q in zip(low, high, strict=True)
+        )
+    if optimizer is inner:
+        return tuple(_one(trainer, g, p, p) for g, group in enumerate(inner.param_groups) for p in group["params"])
+    raise UnsupportedError(
+        f"the optimizer {type(optimizer).__name__} cannot be saved or loaded yet",
+        hint="known are those of ZeRO 0 to 3 in fp32, bf16 and fp16; engine.save_checkpoint may know it",
+    )
+
+
+def _inner(trainer: EngineParts) -> torch.optim.Optimizer:
+    assert trainer.inner is not None  # noqa: S101 - nothing is held without one
+    return trainer.inner
+
+
+def _one(trainer: EngineParts, group: int, parameter: torch.Tensor, master: torch.Tensor) -> OptimizerTensor:
+    name, shape = trainer.name_of(parameter), tuple(parameter.shape)
+    parts = {name: (0, math.prod(shape), 0)}
+    return OptimizerTensor(_inner(trainer), group, master, whole=True, shapes={name: shape}, parts=parts)
+
+
+def _buffer(trainer: EngineParts, parameters: Sequence[Any], size: int) -> FlatBuffer:
+    """Parameters that are joined one after another."""
+    buffer = FlatBuffer(size=size)
+    for p in parameters:
+        buffer.append(trainer.name_of(p), math.prod(shape_of(p)))
+    return buffer
+
+
+def _flat(
+    trainer: EngineParts,
+    group: int,
+    flat: torch.Tensor,
+    parameters: Sequence[Any],
+    buffer: FlatBuffer,
+    rank: int = 0,
+    ranks: Sequence[int] = (),
+) -> OptimizerTensor:
+    """A rank's part of the flat buffer that these parameters are joined in, and that these ranks have partitioned."""
+    shapes = {trainer.name_of(p): shape_of(p) for p in parameters}
+    found: dict[str, Distribution | None] = {}
+    if ranks:
+        for name, shape in shapes.items():
+            slot, numel = buffer.slots[name], math.prod(shape)
+            part, position = (len(slot), 0) if name in buffer.partitioned else (buffer.size, slot.start)
+            found[name] = _distribution(ranks, numel, part, position)
+    distributions = {name: d for name, d in found.items() if d is not None}
+    inner, parts = _inner(trainer), buffer.on(rank)
+    return OptimizerTensor(inner, group, flat, whole=False, shapes=shapes, parts=parts, distributions=distributions)
+
+
+def _fused(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
+    for g, (low, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)):
+        yield _flat(trainer, g, flat, low, _buffer(trainer, low, flat.numel()))
+
+
+def _zero12(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
+    import torch.distributed as dist
+
+    groups = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+    for g, (parameters, offsets) in enumerate(groups):
+        flat = optimizer.single_partition_of_fp32_groups[g]
+        buffer = FlatBuffer(size=flat.numel())
+        for p, offset in zip(parameters, offsets, strict=True):
+            buffer.slots[trainer.name_of(p)] = range(offset, offset + math.prod(shape_of(p)))
+        ranks = optimizer.real_dp_process_group[g]
+        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(ranks), dist.get_process_group_ranks(ranks))
+
+
+def _bf16(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
+    import torch.distributed as dist
+
+    for g, parameters in enumerate(optimizer.bf16_groups):
+        flat = optimizer.fp32_groups_flat_partition[g]
+        buffer = _buffer(trainer, parameters, flat.numel())
+        ranks = optimizer.real_dp_process_group[g]
+        yield _flat(trainer, g, flat, parameters, buffer, dist.get_rank(ranks), dist.get_process_group_ranks(ranks))
+
+
+def _zero3(trainer: EngineParts, optimizer: Any) -> Iterator[OptimizerTensor]:
+    import torch.distributed as dist
+
+    for s, (parameters, flat) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    ):
+        buffer = FlatBuffer(size=flat.numel())
+        for p in parameters:
+            buffer.append_part(trainer.name_of(p), math.prod(shape_of(p)), p.partition_numel())
+        rank = _rank_of(optimizer, parameters[0])  # DeepSpeed has all of a sub-group in one process group
+        ranks = dist.get_process_group_ranks(parameters[0].ds_process_group)
+        yield _flat(trainer, optimizer.sub_group_to_group_id[s], flat, parameters, buffer, rank, ranks)

@@ -1,0 +1,395 @@
+"""`load`: restores a DeepSpeed engine from a checkpoint of any engine, ZeRO stage and world size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.engines.deepspeed.live_engine import inspect_engine, optimizer_tensors, update_module
+from ucformat.engines.deepspeed.live_save import boxes_of, locals_of_buffers, master_state, part_of, weight_of
+from ucformat.engines.deepspeed.live_values import ClientState, fit_groups, fit_parts, fit_values
+from ucformat.geometry.tensor import Key
+from ucformat.storage.url import as_strings
+from ucformat.torch.comm.group import TIMEOUT, group_for_call
+from ucformat.torch.loading.load import LoadReport, load_local
+from ucformat.torch.loading.match import PARAMETER, Problems, holds_training, match, stored_names
+from ucformat.torch.loading.read import read
+from ucformat.torch.loading.share import open_together
+from ucformat.torch.state.local import LocalShard, local_of
+from ucformat.torch.state.memory import torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from os import PathLike
+
+    from ucformat.engines.deepspeed.live_engine import EngineParts, OptimizerTensor
+    from ucformat.reading.plan import Verify
+    from ucformat.torch.comm.group import Group
+    from ucformat.torch.loading.match import Rename, Strict
+
+
+__all__ = ["EngineReport", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport(LoadReport):
+    """The result of loading an engine; see `LoadReport`.
+
+    `client_state` is the one passed to `save`; it includes per-rank values if the number of ranks is the same.
+    `client_ranks` always has the per-rank values of all ranks that saved, in order; they are read when they are used.
+    """
+
+    client_state: dict[str, Any] = field(default_factory=dict)
+    client_ranks: dict[str, Sequence[Any]] = field(default_factory=dict)
+
+
+def load(
+    engine: Any,
+    url: str | PathLike[str] | Checkpoint,
+    *,
+    strict: Strict = "report",
+    optimizer: bool = True,
+    scheduler: bool = True,
+    rename: Rename | None = None,
+    leave: str | Iterable[str] = (),
+    cast: bool = False,
+    trust: bool = False,
+    verify: Verify = "whole",
+    threads: int | None = None,
+    timeout: float = TIMEOUT,
+) -> EngineReport:
+    """Load a checkpoint into a DeepSpeed engine of ZeRO 0, 1, 2 or 3; all ranks call this together.
+
+    Each rank reads its partitions straight into their memory. The optimizer's fp32 copies are read from `master` if it
+    is stored, else from an fp32 `weight`, and rounded into the module as in a training step. All mismatches are found
+    before any parameter is changed, and raised in one error on all ranks.
+
+    Args:
+        engine: as returned by `deepspeed.initialize`, new or trained.
+        url: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open checkpoint.
+        strict: `"report"`: missing entries and different shapes or dtypes are errors, and entries that only the
+            checkpoint has are listed in the report; True: these are errors too; False: what fits is loaded, and the
+            report lists the rest.
+        optimizer: load optimizer states, hyper-parameters, counters and the loss scaler too, not only weights.
+        scheduler: load the learning rate scheduler.
+        rename: maps names of the checkpoint to names of the engine: a function, or `{regex: replacement}`, where the
+            regex matches the whole name.
+        leave: what of the checkpoint needs no place in the engine: names, prefixes of names that end at a dot, or globs
+            (`*.exp_avg`), of tensors.
+        cast: cast tensors to the dtypes of the engine, such as frozen fp32 weights to bf16.
+        trust: unpickle opaque objects, which may run code.
+        verify: which checksums to check, as for `ucformat.torch.load`.
+        threads: how many threads read on this rank (default: as many as the storage can use).
+        timeout: seconds after which an unresponsive rank is considered dead.
+
+    Raises:
+        StateMismatch: the checkpoint does not fit the engine; the message lists all mismatches.
+        UnsupportedError: the engine has state that cannot be loaded yet.
+        ChecksumError: a chunk does not match its checksum.
+        UcformatError: a rank failed or died. Every rank gets the same error.
+    """
+    with group_for_call(None, timeout, "load", url.url if isinstance(url, Checkpoint) else url) as group:
+        plan = _EnginePlan(_LoadChoice(rename, optimizer=optimizer, scheduler=scheduler, trust=trust))
+        try:
+            ck = open_together(url, group)
+            with group.sharing_errors():
+                plan.make(engine, ck, group)
+            report = load_local(
+                plan.targets,
+                ck,
+                strict=strict,
+                aliases=plan.trainer.aliases,
+                names=plan.names,
+                cast=cast,
+                verify=verify,
+                threads=threads,
+                group=group,
+                problems=plan.problems,
+                leave=as_strings(leave),
+                then=plan.put,
+                layout=plan.trainer.layout,
+                stateful=optimizer and holds_training(ck),
+            )
+        except BaseException:
+            plan.wanted.undo()
+            raise
+    update_module(plan.trainer)
+    found = {f.name: getattr(report, f.name) for f in fields(report)}
+    return EngineReport(**found, client_state=plan.client.value(), client_ranks=plan.client.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadChoice:
+    rename: Rename | None
+    optimizer: bool
+    scheduler: bool
+    trust: bool
+
+
+class _EnginePlan:
+    """What this rank reads, and how it is applied; until then the engine only gets states that it does not have."""
+
+    trainer: EngineParts
+    client: ClientState
+    names: dict[str, str]
+    problems: Problems
+    targets: list[LocalShard]
+
+    def __init__(self, choice: _LoadChoice) -> None:
+        self.choice, self.wanted = choice, OptimizerTargets()
+        self._puts = [self.wanted.put]
+
+    def make(self, engine: Any, ck: Checkpoint, group: Group) -> None:
+        """Inspect the engine and match it with the checkpoint."""
+        choice = self.choice
+        self.trainer = trainer = inspect_engine(engine)
+        held = optimizer_tensors(trainer)
+        self.names = names = stored_names(ck, choice.rename)
+        stored = StoredStates(ck, names)
+        want_optimizer(self.wanted, trainer, held, stored, states=choice.optimizer)
+        self.problems = self.wanted.problems
+        self.client = ClientState(ck, names, group.rank, group.size, trust=choice.trust)
+        if choice.optimizer and stored.trained:
+            groups, put_groups = fit_groups(held, trainer, ck, names)
+            parts, put_parts = fit_parts(trainer, ck, scheduler=choice.scheduler, trust=choice.trust)
+            self.problems |= groups | parts
+            self._puts += [put_groups, put_parts, fit_values(trainer, ck)]
+        optimized = {name for one in held for name in one.shapes}
+        buffers = locals_of_buffers(trainer)
+        self.targets = [*self.wanted.targets, *_weights(trainer, optimized), *buffers, *self.client.targets]
+
+    def put(self) -> None:
+        """Apply what was read."""
+        for put in self._puts:
+            put()
+
+
+def _weights(trainer: EngineParts, optimized: set[str]) -> list[LocalShard]:
+    """The parameters that are not in an optimizer: frozen ones, empty ones, all of an engine that only evaluates."""
+    out = []
+    for name in trainer.parameters:
+        if name not in optimized:
+            local = weight_of(trainer, name)
+            out += list(boxes_of(local)) if hasattr(trainer.parameters[name], "ds_tensor") else [local]
+    return out
+
+
+# What the optimizer of this rank reads from a checkpoint: tensors into its memory, counters by value.
+
+
+def make_states(held: OptimizerTensor) -> None:
+    """Create the optimizer's states of one tensor, as its first step would.
+
+    Only the optimizer knows its states, so it makes a step on this tensor alone, as in ZeRO's own step, with a
+    gradient, a learning rate and a weight decay of zero, which leaves the tensor unchanged. The counters that the step
+    has increased are set when those of the checkpoint are read.
+    """
+    optimizer = held.optimizer
+    real = optimizer.param_groups
+    group = real[held.group]
+    trial: dict[str, Any] = {**group, "params": [held.tensor]}
+    for option in ("lr", "weight_decay"):
+        if option in trial:
+            trial[option] = torch.zeros_like(trial[option]) if torch.is_tensor(trial[option]) else 0.0
+    gradient = held.tensor.grad  # its memory is kept by an offloaded optimizer
+    held.tensor.grad = torch.zeros_like(held.tensor)
+    optimizer.param_groups = [trial]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = real
+        held.tensor.grad = gradient
+    group.update({k: v for k, v in trial.items() if k not in group})
+
+
+def forget_states(held: OptimizerTensor) -> None:
+    """Delete the optimizer's states of a tensor, so that its next step on it is the first."""
+    held.optimizer.state.pop(held.tensor, None)
+
+
+@dataclass(frozen=True)
+class StoredStates:
+    """The optimizer states of a checkpoint, by the engine's names of parameters; `names` maps these to stored names."""
+
+    ck: Checkpoint
+    names: Mapping[str, str]
+
+    @cached_property
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """States that are plain numbers, by stored name."""
+        found: dict[str, dict[str, Any]] = {}
+        for group in self.ck.manifest.groups:
+            for state, value in (group.options.get("state") or {}).items():
+                by_name = value if isinstance(value, Mapping) else dict.fromkeys(group.params, value)
+                for name, one in by_name.items():
+                    found.setdefault(name, {})[state] = one
+        return found
+
+    @cached_property
+    def trained(self) -> bool:
+        """Whether the checkpoint contains optimizer states, or groups, which exist before the first step."""
+        return holds_training(self.ck)
+
+    def stepped(self, name: str) -> bool:
+        """Check whether the checkpoint has optimizer states of a parameter."""
+        stored = self.names.get(name)
+        if stored is None:
+            return False
+        return bool(self.plain.get(stored)) or any(s not in PARAMETER for s in self.ck.states(stored))
+
+    def number(self, name: str, state: str) -> Any:
+        """Return a state that is stored as a plain number, or None."""
+        return self.plain.get(self.names.get(name, ""), {}).get(state)
+
+    def scalar(self, name: str, state: str) -> torch.Tensor:
+        """Return a tensor for a 0-d state, in its stored dtype."""
+        info = self.ck.tensors.get(Key(self.names.get(name, name), state))
+        return torch.zeros((), dtype=torch_dtype(info.dtype) if info is not None else torch.float32)
+
+
+@dataclass(slots=True)
+class Counter:
+    """A state with one value for all parameters that share a tensor (`step`).
+
+    `read` are the tensors to read by name of the parameter, `recorded` the values that are stored as plain numbers.
+    """
+
+    held: OptimizerTensor
+    state: str
+    read: dict[str, torch.Tensor] = field(default_factory=dict)
+    recorded: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values in the checkpoint, by name of the parameter."""
+        return {name: t.item() for name, t in self.read.items()} | self.recorded
+
+    @property
+    def problem(self) -> str | None:
+        """The problem if parameters that share the counter have different values in the checkpoint."""
+        values = self.values
+        first = next(iter(values))
+        other = next((n for n, v in values.items() if v != values[first]), None)
+        if other is None:
+            return None
+        return (
+            f"{self.state} is {values[first]} for {first} and {values[other]} for {other}, but this engine keeps one "
+            "value for both: put them in separate groups, or use ZeRO 0 in fp32"
+        )
+
+    def put(self) -> None:
+        """Set the counter."""
+        value = next(iter(self.values.values()))
+        old = self.held.states[self.state]
+        if torch.is_tensor(old):
+            old.fill_(value)
+        else:
+            self.held.states[self.state] = type(old)(value)
+
+
+@dataclass(slots=True)
+class OptimizerTargets:
+    """What the optimizer of this rank reads, and what is done then.
+
+    `targets` are filled and `counters` set; `zeros` are set to zero and the states of `forgotten` are deleted, as
+    before a first step. `made` are the tensors whose states were created for this.
+    """
+
+    targets: list[LocalShard] = field(default_factory=list)
+    counters: list[Counter] = field(default_factory=list)
+    zeros: list[torch.Tensor] = field(default_factory=list)
+    forgotten: list[OptimizerTensor] = field(default_factory=list)
+    made: list[OptimizerTensor] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
+
+    def count(self, stored: StoredStates) -> None:
+        """Read the counters, which are few bytes, to check them before anything else is read."""
+        scalars = [local_of(name, c.state, scalar) for c in self.counters for name, scalar in c.read.items()]
+        matched, found, _ = match(scalars, {}, stored.ck, stored.names, cast=True)
+        read(stored.ck, matched)
+        self.targets += [LocalShard(s.info, (), s.tensor) for s in scalars]  # so that they are not unexpected
+        differing = [c.problem for c in self.counters]
+        self.problems |= Problems(missing=found.missing, others=tuple(d for d in differing if d is not None))
+
+    def put(self) -> None:
+        """Apply what was read."""
+        for held in self.forgotten:
+            forget_states(held)
+        for tensor in self.zeros:
+            tensor.zero_()
+        for counter in self.counters:
+            counter.put()
+
+    def undo(self) -> None:
+        """Delete the states that were created."""
+        for held in self.made:
+            forget_states(held)
+
+
+def want_optimizer(
+    wanted: OptimizerTargets,
+    trainer: EngineParts,
+    held: Sequence[OptimizerTensor],
+    stored: StoredStates,
+    *,
+    states: bool,
+) -> None:
+    """Add what an optimizer reads from a checkpoint: its copies of parameters, and its states.
+
+    Missing states of the optimizer are created. If the checkpoint has states of some parameters only, the others are
+    reset to their condition before the first step.
+    """
+    if states and held and not stored.trained:
+        wanted.problems |= Problems(
+            missing=("all optimizer states: the checkpoint contains only weights (optimizer=False loads these)",)
+        )
+        states = False
+    for one in held:
+        for name in one.parts:
+            wanted.targets += _local(one, name, one.tensor, master_state(trainer, name, one))
+        if states:
+            _want_states(wanted, one, stored)
+    wanted.count(stored)
+
+
+def _want_states(wanted: OptimizerTargets, held: OptimizerTensor, stored: StoredStates) -> None:
+    if not any(map(stored.stepped, held.shapes)):
+        wanted.forgotten.append(held)
+        return
+    if not held.states:
+        wanted.made.append(held)
+        make_states(held)
+    for state, value in held.states.items():
+        if value is None:
+            continue
+        if torch.is_tensor(value) and (value.dim() or (held.whole and held.tensor.dim() == 0 and state != "step")):
+            for name in held.parts:
+                if stored.stepped(name):
+                    wanted.targets += _local(held, name, value, state)
+                else:
+                    wanted.zeros += [local.tensor for local in _local(held, name, value, state)]
+        else:
+            wanted.counters.append(_counter(held, state, stored))
+
+
+def _counter(held: OptimizerTensor, state: str, stored: StoredStates) -> Counter:
+    """A counter, read for each parameter of which this rank holds a part; if it holds none, for one of the others."""
+    counter = Counter(held, state)
+    names = [n for n in held.parts if stored.stepped(n)] or [n for n in held.shapes if stored.stepped(n)][:1]
+    for name in names:
+        number = stored.number(name, state)
+        if number is not None:
+            counter.recorded[name] = number
+        else:
+            counter.read[name] = stored.scalar(name, state)
+    return counter
+
+
+def _local(held: OptimizerTensor, name: str, memory: torch.Tensor, state: str) -> list[LocalShard]:
+    local = part_of(held, name, memory, state)
+    return [local] if held.whole else list(boxes_of(local))

@@ -1,0 +1,458 @@
+"""Shared by the readers of the ZeRO stages: the ranks' files, opened on demand, and checked values from them."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ucformat.errors import IntegrityError, UnsupportedError
+from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
+from ucformat.sources.values import to_json
+from ucformat.storage.concurrency import map_io
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ucformat.sources.index import TensorIndex
+    from ucformat.sources.pickle.file import TorchFile
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A rank's optimizer file: for each flat group its part of the master and of the states."""
+
+    file: TorchFile
+    masters: list[StoredTensor]
+    states: list[dict[str, Any]]
+
+    def values(self) -> list[dict[str, Any]]:
+        """All of a group's values by name, for each group."""
+        return [{"master": m, **s} for m, s in zip(self.masters, self.states, strict=True)]
+
+
+class Ranks(ABC, Generic[T]):
+    """The files of all ranks, opened and parsed on demand.
+
+    Opening the checkpoint opens the first rank's file, and a request those that it needs. A request that continues
+    where earlier ones ended also opens as many further files as are open already, because the caller then walks the
+    whole checkpoint.
+    """
+
+    def __init__(self, keys: Sequence[str], load: Callable[[str], TorchFile]) -> None:
+        self.keys, self._load_file = keys, load
+        self._open: dict[int, T] = {}
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def _parse(self, rank: int, file: TorchFile) -> T:
+        """Parse and check a rank's file."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, rank: int) -> T:
+        return self.get((rank,))[rank]
+
+    def get(self, wanted: Iterable[int]) -> Mapping[int, T]:
+        """The parsed files of these ranks (and of others that are open), by rank."""
+        with self._lock:
+            missing = [rank for rank in wanted if rank not in self._open]
+            if missing:
+                if missing[0] - 1 in self._open:
+                    ahead = range(missing[-1] + 1, min(missing[-1] + 1 + len(self._open), len(self)))
+                    missing += [rank for rank in ahead if rank not in self._open]
+                self._load(missing)
+            return self._open
+
+    def all(self) -> list[T]:
+        """Every rank's file, in order."""
+        opened = self.get(range(len(self)))
+        return [opened[rank] for rank in range(len(self))]
+
+    def _load(self, ranks: list[int]) -> None:
+        def load(rank: int) -> T:
+            return self._parse(rank, self._load_file(self.keys[rank]))
+
+        self._open |= zip(ranks, map_io(load, ranks), strict=True)
+
+
+def load_all(load: Callable[[str], TorchFile], rows: Iterable[Sequence[str]]) -> list[list[TorchFile]]:
+    """Open the files of a grid of keys concurrently."""
+    rows = list(rows)
+    keys = [key for row in rows for key in row]
+    opened = iter(map_io(load, keys))
+    return [[next(opened) for _ in row] for row in rows]
+
+
+def need(mapping: Any, key: str, kind: type | tuple[type, ...], file: str) -> Any:
+    """A required entry of a dictionary."""
+    value = mapping.get(key) if isinstance(mapping, dict) else None
+    if not isinstance(value, kind):
+        raise IntegrityError(
+            f"{file} has no usable {key!r} ({type(value).__name__})",
+            hint="the file is damaged, or of a version of DeepSpeed that ucformat does not know",
+        )
+    return value
+
+
+def state_of(found: dict[Any, Any], index: Any, file: str) -> dict[str, Any]:
+    """The optimizer states of one entry, by name; empty if the entry has none."""
+    value = found.get(index, {}) if isinstance(index, int | str) else None
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise IntegrityError(
+            f"{file} has no usable optimizer states of the entry {index!r:.80}",
+            hint="the file is damaged, or of a version of DeepSpeed that ucformat does not know",
+        )
+    return value
+
+
+def stored(value: Any, label: str, file: str) -> StoredTensor:
+    """A value that must be a tensor."""
+    if not isinstance(value, StoredTensor):
+        raise IntegrityError(f"{label} in {file} is a {type(value).__name__} instead of a tensor")
+    return value
+
+
+def zero_options(value: dict[str, Any]) -> dict[str, Any]:
+    """`zero_optimization` of the DeepSpeed configuration in a file; empty if there is none."""
+    config = value.get("ds_config")
+    options = config.get("zero_optimization") if isinstance(config, dict) else None
+    return options if isinstance(options, dict) else {}
+
+
+def stage_of(value: Any) -> int | None:
+    """The ZeRO stage, from 0 to 3, that an optimizer's `zero_stage` names; None if unknown."""
+    if isinstance(value, Inert) and value.args:
+        value = value.args[0]
+    names = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+    stage = names.get(value) if isinstance(value, str) else value
+    return stage if isinstance(stage, int) else None
+
+
+def hyper_parameters(group: Any, file: TorchFile) -> dict[str, Any]:
+    """The hyper-parameters of an optimizer group, as JSON."""
+    if not isinstance(group, dict):
+        raise IntegrityError(f"an optimizer group in {file.key} is a {type(group).__name__}")
+    plain: dict[str, Any] = to_json(
+        {k: v for k, v in group.items() if k != "params"}, read=file.read, path="param_groups"
+    )
+    return plain
+
+
+def scalars(file: TorchFile, state: dict[str, Any], dropped: frozenset[str]) -> dict[str, Any]:
+    """All values of an optimizer file except its parameters' tensors and the dropped keys."""
+    known = ("optimizer_state_dict", "ds_config", "ds_version")  # the last two are in the model states too
+    around = {k: v for k, v in file.value.items() if k not in known}
+    return {**around, **{k: v for k, v in state.items() if k not in dropped}}
+
+
+def read_scalars(partition: Partition) -> list[dict[str, bytes]]:
+    """Read the 0-d tensors among an optimizer's states, as bytes by state, for each flat group."""
+    return [
+        {
+            n: partition.file.read(v)
+            for n, v in states.items()
+            if isinstance(v, StoredTensor) and not v.shape and v.readable
+        }
+        for states in partition.states
+    ]
+
+
+def check_same_states(partition: Partition, first: Partition, scalars: Sequence[Mapping[str, bytes]]) -> None:
+    """Check that two ranks have the same optimizer states and scalars (`step`), as far as these can be read."""
+    for index, (mine, theirs) in enumerate(zip(first.values(), partition.values(), strict=True)):
+        if mine.keys() != theirs.keys() or not all(_alike(v, theirs[n]) for n, v in mine.items()):
+            raise IntegrityError(
+                f"{partition.file.key} has other optimizer states of group {index} than {first.file.key}: "
+                f"{_described(theirs)} instead of {_described(mine)}"
+            )
+    for expected, recorded in zip(scalars, read_scalars(partition), strict=True):
+        if any(expected[n] != recorded[n] for n in expected.keys() & recorded.keys()):
+            raise IntegrityError(
+                f"{partition.file.key}: an optimizer scalar (`step`) differs from that in {first.file.key}",
+                hint="files of different saves are mixed in one folder",
+            )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two values are tensors of one dtype and number of dims, or of one type; what cannot be read may be."""
+    if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
+        return type(one) is type(other)
+    same = one.dtype == other.dtype or not (one.readable and other.readable)
+    return same and len(one.shape) == len(other.shape)
+
+
+def _described(states: Mapping[str, Any]) -> str:
+    return ", ".join(f"{n} ({v.dtype if isinstance(v, StoredTensor) else type(v).__name__})" for n, v in states.items())
+
+
+def refuse_flat_state(state: str, tensor: StoredTensor, group: int, file: str) -> UnsupportedError:
+    """The error for an optimizer state that is neither as long as the flat group nor a scalar."""
+    return UnsupportedError(
+        f"{file}: the optimizer state {state!r} of group {group} has shape {tensor.shape}, which does not match the "
+        "group's parameters; such optimizers are not yet read"
+    )
+
+
+# The model states file: the module's tensors, tied names, and everything that is not a tensor.
+#
+# Keys of the file (DeepSpeed 0.19.8): `module` (name -> tensor), `buffer_names`, `optimizer` (ZeRO 0 only),
+# `param_shapes` (ZeRO: for each flat group the shapes of its parameters, in order), `shared_params` (ZeRO: tied name ->
+# stored name), `frozen_param_shapes` and `frozen_param_fragments` (ZeRO 2 and 3), the engine's counters and
+# configuration, and every key of the `client_state` that was passed to `save_checkpoint`.
+#
+# In a pipeline `module` is None: its tensors are in the layers' files. Megatron-DeepSpeed nests dictionaries in `module`;
+# their keys, joined by dots, are the parameters' names.
+#
+# The JSON objects of a checkpoint:
+#
+# - each key that DeepSpeed itself writes into the model states (`lr_scheduler`, `global_samples`, `ds_config`, …);
+# - `optimizer`: everything in the first rank's optimizer file except tensors (loss scaler, clipping, …);
+# - `client_state`: all other keys; a tensor above 64 KiB becomes a tensor of the checkpoint, named by its path
+#   (`client_state.ema.weight`), in the state `weight`;
+# - `module`: entries of the module that are not tensors (`get_extra_state`), if any;
+# - `rank`: if several ranks wrote a file: the differences of each other rank from the first. Ranks are labelled by their
+#   coordinates: under ZeRO 3 alone by number (`1`), else `tp1`, `pp1.tp0`, `tp0.dp1`;
+# - `not_stored`: parameters whose values are in no file, because no optimizer had them under ZeRO 3, if any.
+
+#: Keys that hold or describe tensors.
+TENSOR_KEYS = frozenset(
+    (
+        "module",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+    )
+)
+#: Keys that DeepSpeed itself writes; all others are the client state.
+ENGINE_KEYS = frozenset(
+    ("lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps",
+     "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+     "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "buffer_names")
+)  # fmt: skip
+
+
+_EXTRA = "_extra_state"  # values of modules other than tensors
+_DEPTH = 20
+
+
+class ModelStates:
+    """One model states file, with checked entries."""
+
+    def __init__(self, file: TorchFile) -> None:
+        self.file, self.key = file, file.key
+        self.value: dict[str, Any] = file.value if isinstance(file.value, dict) else {}
+        self.in_layers = "module" in self.value and self.value["module"] is None
+        module = {} if self.in_layers else _flattened(need(self.value, "module", dict, self.key), self.key)
+        self.module: dict[str, StoredTensor] = {k: v for k, v in module.items() if isinstance(v, StoredTensor)}
+        self._homes: dict[str, TorchFile] = {}
+        self.extra: dict[str, Any] = {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}
+        self.buffers = frozenset(self._names("buffer_names", (list, tuple, set)))
+        self._names("shared_params", dict)
+        self._refuse_unsupported()
+        shapes = self.value.get("param_shapes")
+        if not isinstance(shapes, list | tuple | None):
+            raise IntegrityError(f"{self.key} has no usable 'param_shapes'")
+        self.param_shapes = None if shapes is None else [self._shapes(g, "param_shapes") for g in shapes]
+        self.frozen_shapes = self._shapes(self.value.get("frozen_param_shapes") or {}, "frozen_param_shapes")
+        if any(not isinstance(name, str) for name in module):
+            raise IntegrityError(f"{self.key} has a tensor whose name is not a string")
+
+    def adopt(self, name: str, tensor: StoredTensor, home: TorchFile) -> None:
+        """Add a tensor of the module that another file holds."""
+        self.module[name], self._homes[name] = tensor, home
+
+    def adopt_after(self, prefix: str, tensors: dict[str, tuple[StoredTensor, TorchFile]]) -> None:
+        """Add tensors that other files hold, after the module's last tensor with a prefix, or else at the end."""
+        names = list(self.module)
+        at = max((i + 1 for i, name in enumerate(names) if name.startswith(prefix)), default=len(names))
+        duplicate = next((name for name in tensors if name in self.module), None)
+        if duplicate is not None:
+            raise IntegrityError(f"{duplicate} is in {self.key} and in {tensors[duplicate][1].key}")
+        self._homes.update((name, home) for name, (_, home) in tensors.items())
+        items = list(self.module.items())
+        self.module = dict([*items[:at], *((n, t) for n, (t, _) in tensors.items()), *items[at:]])
+
+    def home(self, name: str) -> TorchFile:
+        """The file that holds a tensor of the module."""
+        return self._homes.get(name, self.file)
+
+    @property
+    def described(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all parameters in `param_shapes`."""
+        return {name: shape for group in self.param_shapes or () for name, shape in group.items()}
+
+    @property
+    def dims(self) -> tuple[int | None, int | None, int | None]:
+        """The degrees of pipeline and tensor parallelism, and their product; None for those not recorded."""
+        recorded = self.value.get("checkpoint_parallel_dimensions")
+        recorded = recorded if isinstance(recorded, dict) else {}
+        sizes = (recorded.get("pp_degree"), recorded.get("tp_degree"), self.value.get("mp_world_size"))
+        pp, tp, mp = (n if isinstance(n, int) and n > 0 else None for n in sizes)
+        return pp, tp, mp
+
+    @property
+    def world(self) -> int | None:
+        """The number of data-parallel ranks (including sequence-parallel ones) that saved the checkpoint."""
+        world = self.value.get("dp_world_size")
+        return world if isinstance(world, int) else None
+
+    def aliases(self, *, zero3: bool, shared: dict[str, str] | None = None) -> dict[str, str]:
+        """The stored name of each tied name.
+
+        ZeRO lists them in `shared_params`, but before stage 3 it compares addresses, and all empty tensors have address
+        0, so a pair counts only if both are one stored tensor. ZeRO 0 has no list: parameters stored in the same place
+        are tied.
+
+        Args:
+            shared: the list in the first rank's file, if this file has none.
+        """
+        shared = self.value.get("shared_params") or shared
+        if zero3:
+            return dict(shared or {})
+        if shared:
+            same = {a: b for a, b in shared.items() if self._same(a, b)}
+            return {a: same.get(b, b) for a, b in same.items()}
+        if self.param_shapes is not None:
+            return {}
+        first: dict[tuple[str, StoredTensor], str] = {}
+        found: dict[str, str] = {}
+        for name, tensor in self.module.items():
+            where = self.home(name).key, tensor
+            tied = tensor.size and tensor.readable and name not in self.buffers
+            if tied and first.setdefault(where, name) != name:
+                found[name] = first[where]
+        return found
+
+    def _same(self, a: str, b: str) -> bool:
+        one, other = self.module.get(a), self.module.get(b)
+        return (
+            one is not None and one == other and one.size > 0 and one.readable and self.home(a).key == self.home(b).key
+        )
+
+    def _names(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        """An optional value that contains only names."""
+        value = self.value.get(key) or ()
+        plain = value and isinstance(value, kind)
+        if value and not (plain and all(isinstance(n, str) for n in (*value, *getattr(value, "values", tuple)()))):
+            raise IntegrityError(f"{self.key} has no usable {key!r}")
+        return value
+
+    def _shapes(self, shapes: Any, key: str) -> dict[str, tuple[int, ...]]:
+        if not isinstance(shapes, dict) or not all(isinstance(s, tuple) for s in shapes.values()):
+            raise IntegrityError(f"{self.key} has no usable {key!r}")
+        return dict(shapes)
+
+    def _refuse_unsupported(self) -> None:
+        value = self.value
+        if value.get("ds_autoep_layers"):
+            raise UnsupportedError(
+                f"{self.key}: `ds_autoep_layers`: not yet read: experts of AutoEP, which are stacked in one tensor",
+                hint="experts of deepspeed.moe are read",
+            )
+
+
+def _flattened(module: dict[Any, Any], file: str, depth: int = 0) -> dict[Any, Any]:
+    """Nested dictionaries of tensors as one, their keys joined by dots; other values stay as they are."""
+    out: dict[Any, Any] = {}
+    for key, value in module.items():
+        if isinstance(key, str) and isinstance(value, dict) and _holds_tensors(value) and not key.endswith(_EXTRA):
+            if depth > _DEPTH:
+                raise IntegrityError(f"{file} has modules nested more than {_DEPTH} deep")
+            out.update((f"{key}.{k}", v) for k, v in _flattened(value, file, depth + 1).items())
+        else:
+            out[key] = value
+    return out
+
+
+def _holds_tensors(value: dict[Any, Any]) -> bool:
+    """Whether it is a dictionary of tensors and such dictionaries, by names."""
+    return bool(value) and all(
+        isinstance(k, str) and (isinstance(v, StoredTensor | dict) or k.endswith(_EXTRA)) for k, v in value.items()
+    )
+
+
+class Objects:
+    """Collects them, and adds the large tensors among them to the contents."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelStates],
+        optimizers: Mapping[str, Any],
+        contents: TensorIndex,
+        not_stored: list[str],
+    ) -> None:
+        self._models, self._optimizers, self._contents, self._not_stored = models, optimizers, contents, not_stored
+        self._spilled: dict[
+            str, tuple[StoredTensor, int, str]
+        ] = {}  # path -> tensor, CRC-32, name, as the first rank has it
+
+    def json(self) -> dict[str, Any]:
+        """All objects."""
+        first: dict[str, Any] = {}
+        others = {}
+        for rank in self._models:
+            theirs = self._of_rank(rank)
+            if self._optimizers.get(rank):
+                theirs["optimizer"] = self._optimizers[rank]
+            if not rank:
+                first = theirs
+                continue
+            differing = {k: v for k, v in theirs.items() if v != first.get(k)}
+            for key in ("client_state", "module", "optimizer"):
+                if key in differing and key in first:
+                    differing[key] = _difference(differing[key], first[key])
+            if differing:
+                others[rank] = differing
+        if others:
+            first["rank"] = others
+        if self._not_stored:
+            first["not_stored"] = self._not_stored
+        return first
+
+    def _of_rank(self, rank: str) -> dict[str, Any]:
+        """What one model states file holds besides its tensors."""
+        model = self._models[rank]
+        client = {k: v for k, v in model.value.items() if k not in ENGINE_KEYS | TENSOR_KEYS}
+        parts: dict[str, Any] = {k: v for k, v in model.value.items() if k in ENGINE_KEYS}
+        if client:
+            parts["client_state"] = client
+        if model.extra:
+            parts["module"] = model.extra
+
+        def spill(path: str, tensor: StoredTensor) -> str:
+            return self._spill(rank, path, tensor)
+
+        return {k: to_json(v, read=model.file.read, spill=spill, path=k) for k, v in parts.items()}
+
+    def _spill(self, rank: str, path: str, tensor: StoredTensor) -> str:
+        """The name of a large tensor, which becomes one of the checkpoint's; a copy that all ranks have, only once."""
+        model = self._models[rank]
+        crc32 = model.file.crc32(tensor)
+        same = self._spilled.get(path)
+        if rank and same and crc32 and same[1] == crc32 and _form(same[0]) == _form(tensor):
+            return same[2]
+        prefix = f"rank{rank}." if rank.isdigit() else f"{rank}." if rank else ""
+        name = self._contents.add_large(prefix + path, model.file, tensor)
+        if not rank:
+            self._spilled[path] = (tensor, crc32, name)
+        return name
+
+
+def _form(tensor: StoredTensor) -> tuple[Any, ...]:
+    """A tensor's description without the number of its storage."""
+    return tensor.dtype, tensor.shape, tensor.strides, tensor.offset, tensor.numel
+
+
+def _difference(value: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a dictionary that differ; the whole dictionary if its keys are not plain."""
+    if "$dict" in value or "$dict" in first:
+        return value
+    return {k: v for k, v in value.items() if k not in first or first[k] != v}

@@ -1,0 +1,265 @@
+"""The sharding of each parameter across tensor-parallel ranks: given by the caller or the checkpoint, else inferred."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucformat.engines.deepspeed.inference import (
+    EQUAL,
+    MEAN,
+    PRESETS,
+    Doubt,
+    ModelSizes,
+    ambiguous,
+    as_its_weight,
+    as_other_norms,
+    cut,
+    family_of,
+    infer,
+)
+from ucformat.engines.deepspeed.patterns import TensorParallelInfo
+from ucformat.errors import AmbiguousLayout, LayoutError, UsageError, option_text
+from ucformat.geometry.layout import Layout
+from ucformat.geometry.placement import axes_of, place
+from ucformat.sources.pickle.stand_ins import Inert
+from ucformat.sources.tp_merge import TP, Shapes, TPSharding, cuts_option, layout_of_cuts, mean, replicate, shard
+from ucformat.storage.concurrency import map_io
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from ucformat.engines.deepspeed.model_states import ModelStates
+    from ucformat.sources.tp_merge import Verdict
+
+
+class ShardingResolver:
+    """Finds the sharding of each parameter: call `recognise` with all parameters, then `decide` with any of them."""
+
+    def __init__(
+        self,
+        models: list[ModelStates],
+        ranks: int,
+        layout: Layout | str | None = None,
+        vocab: int | None = None,
+        cuts: Mapping[str, str | int] | None = None,
+    ) -> None:
+        self._ranks, self._vocab = ranks, vocab
+        self._file = models[0].key
+        described_by = next((m for m in models if m.value.get("universal_checkpoint_info")), models[0])
+        info = described_by.value.get("universal_checkpoint_info")
+        self.info = TensorParallelInfo(info, described_by.key, _padded(described_by, info))
+        if vocab is None and isinstance(info, dict) and isinstance(info.get("original_vocab_size"), int):
+            self._vocab = info["original_vocab_size"]
+        self._layouts = [given for given in (layout_of_cuts(cuts, ranks), _layout(layout, ranks)) if given is not None]
+        self._sizes = ModelSizes.of(described_by.value)
+        self._shapes: Mapping[str, Shapes] = {}
+        self._described: list[str] = []
+        self._proved: dict[str, bool] = {}  # evidence from the other parameters, computed on demand
+        self._family: Layout | None = None
+        self._width: int | None = None
+        self._tables: dict[int, str] = {}  # padded rows -> the vocabularies with this number
+
+    def recognise(self, shapes: Mapping[str, Shapes], described: Iterable[str] = ()) -> None:
+        """Determine the model's family and width from all parameters."""
+        self._shapes, self._width = shapes, _width(shapes)
+        self._described = [name for name in described if name not in shapes]
+        if not self.info and self._ranks > 1 and (preset := family_of(dict(shapes))):
+            self._family = _layout(preset, self._ranks)
+
+    def decide(
+        self, shapes: Mapping[str, Shapes], buffers: frozenset[str], verdict: Callable[[str], Verdict]
+    ) -> dict[str, TPSharding]:
+        """The sharding of each of these parameters.
+
+        Args:
+            verdict: compares the bytes of the parts of a parameter.
+        """
+        out: dict[str, TPSharding] = {}
+        doubts: dict[str, Doubt] = {}
+        verdict = self._compared(shapes, verdict)
+        for name, parts in shapes.items():
+            try:
+                found = self._given(name, parts, buffers, verdict)
+                if found is None and self._family is not None:
+                    found = self._preset(self._family, name, parts, verdict)
+                if found is None:
+                    found = infer(name, parts, lambda name=name: verdict(name), shapes, self._width)  # type: ignore[misc]
+                    if isinstance(found, TPSharding) and found.why == EQUAL and parts[0] and not self._differ(verdict):
+                        found = Doubt(name, parts, "replicate", cut(0))
+            except LayoutError as error:
+                raise type(error)(
+                    f"{self._file}: {name}: {error.message}",
+                    hint=error.hint or f"specify how it is cut: {cuts_option({name: 'replicate'})}, …",
+                ) from error
+            if isinstance(found, Doubt):
+                doubts[name] = found
+            else:
+                out[name] = found
+        for name in list(doubts):
+            if len(set(shapes[name])) == 1 and verdict(name) == "constant":
+                settled = as_its_weight(name, shapes[name], out) or as_other_norms(name, shapes[name], out)
+                if settled is not None:
+                    out[name] = settled
+                    del doubts[name]
+        if doubts:
+            raise ambiguous(list(doubts.values()), self._ranks)
+        self._check_vocabulary(out)
+        return out
+
+    def _compared(self, shapes: Mapping[str, Shapes], verdict: Callable[[str], Verdict]) -> Callable[[str], Verdict]:
+        """`verdict`, cached, and computed at once for all parameters that no pattern matches."""
+        known: dict[str, Verdict] = {}
+        if self.info and self._ranks > 1:
+            asked = [n for n, s in shapes.items() if len(set(s)) == 1 and s[0] and self.info.is_default(n)]
+            known.update(zip(asked, map_io(verdict, asked), strict=True))
+
+        def compared(name: str) -> Verdict:
+            if name not in known:
+                known[name] = verdict(name)
+            return known[name]
+
+        return compared
+
+    def _weigh(
+        self, name: str, shapes: Shapes, joined: TPSharding, verdict: Callable[[str], Verdict]
+    ) -> TPSharding | Doubt:
+        """The sharding of a parameter that no pattern matches; DeepSpeed joins it along dim 0, even replicas."""
+        whole, found = self._sizes.whole(name, shapes), verdict(name)
+        if found == "different":
+            if whole:
+                return Doubt(name, shapes, MEAN, cut(0))
+            return Doubt(name, shapes, cut(0), cut(1)) if self._sizes.width(name, shapes) is False else joined
+        if whole is False:
+            return joined.because("the rows that the arguments record")
+        same = self.info.strip(name, replicate(shapes))
+        if whole:
+            return same.because("the rows that the arguments record")
+        if found == "equal" and self._equal_means_replica(verdict):
+            return same.because("equal bytes, while those of sharded parameters differ")
+        return Doubt(name, shapes, "replicate", cut(0))
+
+    def _equal_means_replica(self, verdict: Callable[[str], Verdict]) -> bool:
+        """Whether equal parts are replicas: the checkpoint declares others replicated, and holds parts that differ."""
+        called = any(map(self.info.is_replicated, self._described)) or any(
+            self.info.is_replicated(n) and len(set(s)) == 1 and verdict(n) != "different"
+            for n, s in self._shapes.items()
+        )
+        return called and self._differ(verdict)
+
+    def _differ(self, verdict: Callable[[str], Verdict]) -> bool:
+        """Whether the ranks hold different parts of any parameter, so that they were not all seeded alike."""
+        if "differ" not in self._proved:
+            names = sorted(self._shapes, key=lambda n: -len(self._shapes[n][0]))  # matrices first
+            self._proved["differ"] = any(
+                len(set(self._shapes[n])) > 1 or (self._shapes[n][0] and verdict(n) == "different")
+                for n in names
+                if not self.info.is_replicated(n)
+            )
+        return self._proved["differ"]
+
+    def may_differ(self, name: str) -> bool:
+        """Whether the copies of a parameter in several pipeline stages may differ; the first stage's copy is then read.
+
+        Megatron-DeepSpeed ties the whole embedding module, but the last stage trains only the vocabulary.
+        """
+        return self.info.pipeline.find(name) is not None and not self.info.is_vocabulary(name)
+
+    def _given(
+        self, name: str, shapes: Shapes, buffers: frozenset[str], verdict: Callable[[str], Verdict]
+    ) -> TPSharding | Doubt | None:
+        """The sharding that the caller or the checkpoint gives."""
+        for layout in self._layouts:
+            found = self._placed(layout, name, shapes)
+            if found is not None:
+                return found.because("the given layout")
+        if name in buffers and self._ranks > 1 and self.info and self.info.is_default(name):
+            if len(set(shapes)) == 1 and verdict(name) != "different":  # patterns describe parameters only
+                return replicate(shapes).because("equal buffers")
+            return None
+        found = self.info.sharding(name, shapes)
+        if found is None or self._ranks == 1 or len(set(shapes)) > 1 or not self.info.is_default(name):
+            return found
+        return self._weigh(name, shapes, found, verdict)
+
+    def _preset(
+        self, family: Layout, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]
+    ) -> TPSharding | Doubt | None:
+        """The sharding of a recognised family's preset, if the bytes do not contradict it."""
+        found = self._placed(family, name, shapes)
+        if found is None or len(set(shapes)) > 1:
+            return found
+        same = len({region.target for held in found.regions for region in held}) == len(found.regions[0])
+        equal = verdict(name)
+        if equal == ("different" if same else "equal"):
+            return Doubt(name, shapes, "replicate", cut(0))
+        return found.because("its family")
+
+    def _placed(self, layout: Layout, name: str, shapes: Shapes) -> TPSharding | None:
+        """The sharding that a layout gives a parameter; None if no rule matches it."""
+        for rule in layout.rules:
+            match = rule.find(name)
+            if match is None or not rule.has_state("weight"):
+                continue
+            placed = place(layout.meshes[rule.mesh] if rule.mesh else layout.mesh, [(rule, match)])
+            if placed.flat or placed.holders or any(axes_of(p) not in ((), (TP,)) for p in rule.place):
+                raise LayoutError(f"{rule} uses another axis than {TP!r}")
+            if placed.partial:
+                return mean(shapes)
+            if not placed.shards:
+                return replicate(shapes)
+            how = placed.shards[0]
+            if how.pad_to is None:
+                return self.info.strip(name, shard(shapes, how)) if how.dim == 0 else shard(shapes, how)
+            if self._vocab is None:
+                raise LayoutError(
+                    f"{rule} pads it, but its size without padding is unknown",
+                    hint=f"give it: {option_text('vocab', '50257')}, or leave out pad_to to keep the padding as rows",
+                )
+            return shard(shapes, how, self._vocab)
+        return None
+
+    def _check_vocabulary(self, shardings: Mapping[str, TPSharding]) -> None:
+        """Check that all padded tables have one size; otherwise it is unclear which one is padded."""
+        padded = self._tables
+        padded.update({r.shape[0] + r.padding_rows: n for n, r in shardings.items() if r.padding_rows})
+        if len(padded) > 1:
+            names = " and ".join(padded.values())
+            raise AmbiguousLayout(
+                f"{self._file}: {names} are vocabularies of {' and '.join(map(str, padded))} rows, but one original "
+                f"size, {self._vocab}, is recorded: which of them is padded is unclear",
+                hint="specify how they are cut in a layout, where a rule without pad_to keeps all rows: "
+                f"{option_text('layout')}",
+            )
+
+
+def _padded(model: ModelStates, info: Any) -> int | None:
+    """The size that the vocabulary was padded to, if the file has it."""
+    args = model.value.get("args")
+    found = info.get("padded_vocab_size") if isinstance(info, dict) else None
+    if (found is None and isinstance(args, Inert)) or (found is None and isinstance(args, dict)):
+        found = args.get("padded_vocab_size")
+    return found if isinstance(found, int) else None
+
+
+def _layout(layout: Layout | str | None, ranks: int) -> Layout | None:
+    """The caller's layout, or the preset with this name."""
+    if isinstance(layout, str):
+        if layout not in PRESETS:
+            raise UsageError(f"there is no preset {layout!r}", hint=f"there are: {', '.join(PRESETS)}")
+        return Layout({TP: ranks}, PRESETS[layout])
+    if layout is None:
+        return None
+    if layout.mesh.axes.get(TP, 1) != ranks:
+        raise LayoutError(
+            f"the layout is for {layout.mesh.axes.get(TP, 1)} coordinates of the axis {TP!r}, but the checkpoint was "
+            f"saved by {ranks} tensor-parallel ranks",
+            hint=f"give it the mesh {{{TP}: {ranks}}}",
+        )
+    return layout
+
+
+def _width(shapes: Mapping[str, Shapes]) -> int | None:
+    """The model's width, if all norms have the same length."""
+    lengths = {s[0] for n, s in shapes.items() if "norm" in n.lower() and n.endswith("weight") and len(s[0]) == 1}
+    lengths = {length for length in lengths if length}
+    return lengths.pop()[0] if len(lengths) == 1 else None

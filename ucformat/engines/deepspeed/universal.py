@@ -1,0 +1,465 @@
+"""The atoms of DeepSpeed's universal format: a small file for each state of each parameter, `zero/NAME/STATE.pt`.
+
+What an atom holds depends on who wrote it (DeepSpeed 0.19.8):
+
+- ZeRO 1 and 2, and ZeRO 3 with tensor parallelism: a dictionary, whose `param` is the whole tensor (`cat_dim`,
+  `sub_param_shape`, `vocab_tensor`, … say how it was put together), with `sub_param_shape` in the shape of a view
+- ZeRO 3 else: a flat tensor; its shape is in the model states alone
+- `step.pt`: a number, or a tensor of no dims
+
+DeepSpeed's converter joins along dim 0 every parameter that no pattern matches, replicas too: to a tensor of twice
+their rows. Such atoms are split again. The model states have the shapes of the ranks' parts; each part then counts as
+one of the rank's tensors as in any checkpoint, and its sharding is inferred as there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from ucformat.engines.deepspeed.folder import TagFiles, list_files
+from ucformat.engines.deepspeed.merge import Merged, tensor_list
+from ucformat.engines.deepspeed.model_states import (
+    ModelStates,
+    Objects,
+    hyper_parameters,
+    load_all,
+    need,
+    stage_of,
+    state_of,
+)
+from ucformat.engines.deepspeed.resolver import ShardingResolver
+from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, read_weights
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError, option_text
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.geometry.view import Part, View
+from ucformat.reading.readable import CheckpointMetadata
+from ucformat.schema import ITEMSIZE
+from ucformat.sources.index import Group, TensorIndex
+from ucformat.sources.pickle.file import TorchFile, TorchZip
+from ucformat.sources.pickle.stand_ins import StoredTensor
+from ucformat.sources.values import to_json
+from ucformat.storage.concurrency import map_io
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from ucformat.engines.deepspeed.folder import DeepSpeedOptions
+    from ucformat.engines.deepspeed.patterns import TensorParallelInfo
+    from ucformat.engines.deepspeed.zero import Slice
+    from ucformat.geometry.tensor import Extent
+    from ucformat.reading.readable import FileRecord
+    from ucformat.sources.index import Locate
+    from ucformat.sources.tp_merge import Shapes
+    from ucformat.storage.base import Store
+
+
+Shape = tuple[int, ...]
+
+_ATOM = re.compile(r"zero/(.+)/([^/]+)\.pt", re.DOTALL)
+_FRAGMENT = re.compile(r"tmp/(.+)/\d+/[^/]+\.\d+", re.DOTALL)
+_STATES = {"fp32": "master"}
+_MAX_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One file: a tensor in a state, or a plain value. The open file is not kept, because there are thousands."""
+
+    file: str
+    state: str
+    value: Any  # for a plain value
+    dtype: str = ""
+    shape: Shape = ()
+    locate: Locate = lambda _: iter(())
+    bare: bool = False  # a dictionary of nothing but the tensor: an untrained one, out of the weights
+
+
+def atom_names(prefix: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Find the atoms of each parameter.
+
+    Returns:
+        the key of each atom, by parameter and by the state in the file's name.
+    """
+    names = list(names)
+    found: dict[str, dict[str, str]] = {}
+    for match in filter(None, map(_ATOM.fullmatch, names)):
+        found.setdefault(match[1], {})[match[2]] = prefix + match[0]
+    waiting = sorted({match[1] for match in map(_FRAGMENT.fullmatch, names) if match} - found.keys())
+    without = [name for name, states in found.items() if "fp32" not in states]
+    if waiting or without:
+        absent = waiting or without
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise MissingData(
+            f"{prefix}zero/{absent[0]}/fp32.pt{more} is missing: the conversion to DeepSpeed's universal format did "
+            "not finish, or files were lost",
+            hint="run ds_to_universal.py again; or convert the original checkpoint with ucformat, which needs no such "
+            "step",
+        )
+    return found
+
+
+def read_atoms(
+    store: Store, keys: Mapping[str, Mapping[str, str]], shapes: Mapping[str, Shape], allow: tuple[str, ...]
+) -> dict[str, list[Atom]]:
+    """Open all atoms concurrently, reading a few kilobytes of each."""
+
+    def read(item: tuple[str, str, str]) -> Atom:
+        name, state, key = item
+        return _read(TorchFile(store, key, allow=allow), name, state, shapes.get(name))
+
+    items = [(name, state, key) for name, states in keys.items() for state, key in _ordered(states)]
+    out: dict[str, list[Atom]] = {name: [] for name in keys}
+    for (name, _, _), atom in zip(items, map_io(read, items), strict=True):
+        out[name].append(atom)
+    return out
+
+
+def _ordered(states: Mapping[str, str]) -> list[tuple[str, str]]:
+    return sorted(states.items(), key=lambda item: (item[0] != "fp32", item[0]))
+
+
+def _read(file: TorchFile, name: str, state: str, expected: Shape | None) -> Atom:
+    value = file.value
+    known = _STATES.get(state, state)
+    if isinstance(value, dict):
+        tensor = value.get("param")
+        if not isinstance(tensor, StoredTensor):
+            raise IntegrityError(f"{file.key} is not an atom: a dictionary without a tensor `param`")
+        if state == "fp32" and expected is not None and tensor.shape != expected:
+            tensor = _of_shape(file, tensor, expected, view="sub_param_shape" in value)
+        elif "sub_param_shape" in value and expected is not None and tensor.size == math.prod(expected):
+            tensor = _of_shape(file, tensor, expected, view=True)
+        return _atom(file, known, tensor, bare=value.keys() == {"param"})
+    if isinstance(value, StoredTensor):
+        if len(value.shape) == 1 and state != "step":
+            if expected is None:
+                raise UnsupportedError(
+                    f"{file.key} is a flat tensor of {value.size} elements, and no model states beside it record "
+                    f"the shape of {name}",
+                    hint="put the *_model_states.pt of the checkpoint that was converted into the folder again",
+                )
+            value = _of_shape(file, value, expected, view=True)
+        return _atom(file, known, value)
+    if isinstance(value, int | float):
+        return Atom(file.key, known, value)
+    raise IntegrityError(f"{file.key} holds a {type(value).__name__} where a tensor or a number should be")
+
+
+def _atom(file: TorchFile, state: str, tensor: StoredTensor, *, bare: bool = False) -> Atom:
+    extents = tuple(file.whole(tensor)) if tensor.dtype in ITEMSIZE else ()  # else it is unreadable
+    return Atom(file.key, state, None, tensor.dtype, tensor.shape, lambda _: iter(extents), bare)
+
+
+def _of_shape(file: TorchFile, tensor: StoredTensor, shape: Shape, *, view: bool) -> StoredTensor:
+    """The tensor in another shape, if the number of elements is the same and `view` allows it."""
+    if view and tensor.size == math.prod(shape) and (not tensor.size or tensor.strides == row_major(tensor.shape)):
+        return replace(tensor, shape=shape, strides=row_major(shape))
+    raise IntegrityError(
+        f"{file.key} has the shape {list(tensor.shape)}, but the model states beside it record {list(shape)}",
+        hint="DeepSpeed's converter joins the parts of every parameter along dim 0 if no pattern describes how "
+        "they are cut (--inject_missing_state), or files of different conversions are mixed; convert the original "
+        "checkpoint with ucformat",
+    )
+
+
+def take_apart(
+    store: Store,
+    stages: Sequence[Sequence[Slice]],
+    info: TensorParallelInfo,
+    keys: Mapping[str, Mapping[str, str]],
+    allow: tuple[str, ...],
+) -> dict[str, list[Atom]]:
+    """Give each rank its parts of the atoms that were joined because no pattern matched."""
+    parts: dict[str, tuple[Sequence[Slice], Shapes]] = {}
+    for slices in stages if len(stages[0]) > 1 else ():
+        for name in slices[0].model.described:
+            held = tuple(of.model.described.get(name, ()) for of in slices)
+            if name in keys and name not in parts and info.is_default(name) and _joinable(held):
+                parts[name] = slices, held
+    atoms = read_atoms(store, {name: keys[name] for name in parts}, {}, allow)
+    taken: dict[str, list[Atom]] = {}
+    for name, found in atoms.items():
+        slices, held = parts[name]
+        whole = (sum(shape[0] for shape in held), *held[0][1:])
+        tensors = [atom for atom in found if atom.value is None and atom.shape]
+        if any(atom.shape != whole for atom in tensors):
+            continue  # not joined so: cut short, in the shape of a view, or out of the weights
+        taken[name] = found
+        for atom in tensors:
+            at = 0
+            for of, shape in zip(slices, held, strict=True):
+                box = Box((at, *[0] * (len(shape) - 1)), shape)
+                of.contents.add(name, atom.state, atom.dtype, shape, partial(_part, name, atom, box))
+                at += shape[0]
+    return taken
+
+
+def _joinable(shapes: Shapes) -> bool:
+    """Whether parts of these shapes can be joined along dim 0."""
+    return all(shapes) and len({shape[1:] for shape in shapes}) == 1
+
+
+def _part(name: str, atom: Atom, of: Box, within: Box | None) -> Iterator[Extent]:
+    """The extents of a box of an atom, as boxes of that box."""
+    info = TensorInfo(name, atom.state, atom.dtype, of.shape)
+    view = View(info, ((Key(name, atom.state), Part.aligned(Box.whole(of.shape), of)),))
+    return view.extents(lambda _key, box: atom.locate(box), within)
+
+
+# DeepSpeed's universal format: what `ds_to_universal.py` and `hf_to_universal.py` wrote, read in place.
+#
+# A folder (`latest_universal` beside it names it) with `zero/NAME/STATE.pt` for each parameter, see `atoms`;
+# `zero/optimizer_state.pt`, the rest of the first rank's optimizer file; and copies of the model states files. These
+# provide the weights (also of frozen parameters and buffers), the tied names and the shapes.
+#
+# For names that no optimizer had (buffers, frozen and tied parameters) ZeRO 1 and 2 convert an fp32 copy of the weight;
+# it is omitted, because the weight is stored too. Weights of pipelines and of experts are in files that the converter
+# does not copy, so only their masters are available.
+
+_OPTIMIZER = "zero/optimizer_state.pt"
+_LAID_OUT = frozenset(  # the flat buffers that the atoms were cut from, and rank 0's part of them under ZeRO 3
+    ("param_groups", "group_paddings", "param_alignment_paddings", "fp32_flat_groups", "optimizer_state_dict",
+     "ds_zero_partition_groups")
+)  # fmt: skip
+
+
+class OpenUniversal:
+    """One opened folder of the universal format."""
+
+    kind = "deepspeed"
+    part = ""  # it has no files of ranks
+
+    def __init__(self, store: Store, tag: str, how: DeepSpeedOptions) -> None:
+        self.store = store
+        prefix = f"{tag}/" if tag else ""
+        names = [info.key.removeprefix(prefix) for info in store.list(tag)]
+        keys = atom_names(prefix, names)
+        self._optimizer = f"{prefix}{_OPTIMIZER}" if _OPTIMIZER in names and how.optimizer else None
+        files = list_files(store, tag, universal=True)
+        self._check_finished(prefix, names, files, optimizer=how.optimizer)
+        self._degrees, self._stages, not_stored = _read_models(store, files, how)
+        contents = self._add_weights(how, keys)
+        self._add_atoms(keys, how, contents)
+        found = {key.name for key in contents.infos}
+        not_stored = [name for name in not_stored if name not in found]
+        by_label = {
+            self._degrees.label(p, t, d) if d else of.label: model
+            for p, slices in enumerate(self._stages)
+            for t, of in enumerate(slices)
+            for d, model in enumerate(of.models)
+        }
+        objects = Objects(by_label, {"": contents.optimizer}, contents, not_stored).json() if by_label else {}
+        first = self._stages[0][0].model.value if self._stages else {}
+        atoms = (key for states in keys.values() for key in states.values())
+        self.metadata = CheckpointMetadata(
+            tensor_list=tensor_list(self._stages, contents),
+            unreadable=contents.unreadable,
+            aliases=self._aliases(),
+            objects=objects,
+            groups=tuple(group.json() for group in contents.groups),
+            step=step if isinstance(step := first.get("global_steps"), int) else None,
+            layout=self._layout(),
+            engine={"name": "deepspeed", "version": str(first.get("ds_version", ""))},
+            files=(*files.all, *filter(None, [self._optimizer]), *atoms),
+            means=self._means,
+            folder=tag,
+        )
+        self._latest = files.latest
+
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
+        """Where the bytes of a tensor are."""
+        return self._contents.extents(key, within, self.store.url)
+
+    def records(self) -> Iterator[FileRecord]:
+        """Every record of the zip files; reads the directory of each."""
+        for key in self.metadata.files:
+            if key != self._latest:
+                yield from TorchZip(self.store, key).records()
+
+    def _check_finished(self, prefix: str, names: list[str], files: TagFiles, *, optimizer: bool) -> None:
+        """Check that the model states, which are copied last, exist, unless a Hugging Face model was converted."""
+        if files.models:
+            if self._optimizer is None and optimizer:
+                raise MissingData(
+                    f"{prefix}{_OPTIMIZER} is missing: the conversion did not finish, or the file was lost",
+                    hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat; for the "
+                    f"weights and their fp32 copies alone: {option_text('optimizer')}",
+                )
+            return
+        if self._optimizer is not None or not ("source.txt" in names or files.latest):
+            raise MissingData(
+                f"{prefix}mp_rank_00_model_states.pt (or zero_pp_rank_*_model_states.pt) is missing: the conversion to "
+                "DeepSpeed's universal format did not finish, or files were lost",
+                hint="run ds_to_universal.py again, or convert the original checkpoint with ucformat",
+            )
+
+    def _add_weights(self, how: DeepSpeedOptions, keys: dict[str, dict[str, str]]) -> TensorIndex:
+        """Add the tensors in the model states of all model-parallel ranks, and the atoms joined without a pattern."""
+        self._means: Mapping[Key, tuple[Key, ...]] = {}
+        self._contents = TensorIndex()
+        self._taken: dict[str, list[Atom]] = {}
+        if self._stages:
+            models = [m for slices in self._stages for of in slices for m in of.models]
+            resolver = ShardingResolver(models, self._degrees.tp, how.layout, how.vocab, how.cuts)
+            self._taken = take_apart(self.store, self._stages, resolver.info, keys, how.allow)
+            merged = Merged(self.store, self._stages, resolver)
+            self._contents, self._means = merged.contents, merged.means
+        return self._contents
+
+    def _add_atoms(self, keys: dict[str, dict[str, str]], how: DeepSpeedOptions, contents: TensorIndex) -> None:
+        """The atoms, with the groups that their parameters were in."""
+        groups: list[dict[str, tuple[int, ...]]] = [
+            shapes for slices in self._stages for shapes in slices[0].model.param_shapes or []
+        ]
+        trained: dict[str, tuple[int, ...]] = {name: shape for group in groups for name, shape in group.items()}
+        shapes = {key.name: info.shape for key, info in contents.infos.items() if key.state == "weight"}
+        if self._degrees.tp == 1:
+            shapes |= trained
+        missing = [name for name, shape in trained.items() if name not in keys and 0 not in shape]
+        if missing:
+            raise MissingData(
+                f"zero/{missing[0]}/fp32.pt{f' and {len(missing) - 1} more' if len(missing) > 1 else ''} is missing: "
+                f"the model states describe {len(trained)} trained parameters",
+                hint="the conversion did not finish, or files were lost; convert the original checkpoint again",
+            )
+        copies = {n for n, states in keys.items() if trained and n not in trained and states.keys() == {"fp32"}}
+        copies &= shapes.keys() | self._aliases().keys()
+        wanted = {name: states for name, states in keys.items() if name not in copies and name not in self._taken}
+        read = read_atoms(self.store, wanted, shapes, how.allow) | self._taken
+        atoms = {name: read[name] for name in keys if name in read}
+        for name, held in atoms.items():
+            if len(held) == 1 and held[0].bare and Key(name, "weight") in contents.infos:
+                continue  # never had a gradient, so the converter took the weight
+            for atom in held:
+                if not how.optimizer and atom.state != "master":
+                    continue
+                if atom.value is None and Key(name, atom.state) not in contents.infos:
+                    contents.add(name, atom.state, atom.dtype, atom.shape, atom.locate)
+        together: list[Iterable[str]] = [*groups] or [atoms]
+        for names in together if how.optimizer else ():
+            _check_alike({name: atoms[name] for name in names if name in atoms})
+        state = TorchFile(self.store, self._optimizer, allow=how.allow) if self._optimizer else None
+        self._zero = 3 if self._stages and self._stages[0][0].stage == 3 else None
+        if state is not None:
+            value = need({"state": state.value}, "state", dict, state.key)
+            self._zero = stage_of(value.get("zero_stage", 1))
+            self._add_groups(state, value, contents)
+            contents.keep_scalars(state, {k: v for k, v in value.items() if k not in _LAID_OUT})
+        if how.optimizer:
+            self._add_plain(atoms, contents)
+
+    def _add_groups(self, file: TorchFile, value: dict[str, Any], contents: TensorIndex) -> None:
+        """The optimizer's groups, by the names of `param_shapes`; under ZeRO 3 also the states of no dims (`step`).
+
+        Only the first stage's groups are recorded; those of other stages are joined to them if there are equally many.
+        """
+        hypers = need(value, "param_groups", list, file.key)
+        members = [need(hyper, "params", list, file.key) for hyper in hypers]
+        inner = value.get("optimizer_state_dict")
+        found = inner.get("state") if isinstance(inner, dict) else None
+        for p, slices in enumerate(self._stages):
+            flat = slices[0].model.param_shapes or []
+            if sorted(i for indices in members for i in indices if isinstance(i, int)) != list(range(len(flat))):
+                if not p:
+                    raise IntegrityError(
+                        f"{file.key} has optimizer groups of {sum(map(len, members))} flat groups, but "
+                        f"{slices[0].model.key} describes {len(flat)}",
+                        hint="files of different conversions are mixed in one folder",
+                    )
+                contents.groups.extend(Group(list(shapes), {}) for shapes in flat)  # whose hyper-parameters are lost
+                continue
+            for g, (hyper, indices) in enumerate(zip(hypers, members, strict=True)):
+                if not p:
+                    contents.groups.append(Group([], hyper_parameters(hyper, file)))
+                known = {name for group in contents.groups for name in group.names}
+                contents.groups[g].names.extend(n for i in indices for n in flat[i] if n not in known)
+                for i in indices:
+                    states = state_of(found, i, file.key) if isinstance(found, dict) else {}
+                    self._add_scalars(contents, contents.groups[g], file, states, flat[i])
+
+    def _add_scalars(
+        self, contents: TensorIndex, group: Group, file: TorchFile, states: dict[str, Any], names: Iterable[str]
+    ) -> None:
+        """States of a flat group that are not tensors along it, for which the converter writes no atoms."""
+        for state, value in states.items():
+            for name in names:
+                if isinstance(value, StoredTensor) and not value.shape and Key(name, state) not in contents.infos:
+                    contents.add_whole(name, state, file, value)
+            if not isinstance(value, StoredTensor):
+                group.state[state] = to_json(value, read=file.read, path="state")
+
+    def _add_plain(self, atoms: dict[str, list[Atom]], contents: TensorIndex) -> None:
+        """Add numbers (`step`) to their parameters' groups: one value for the group, or one for each name."""
+        plain = {name: {a.state: a.value for a in held if a.value is not None} for name, held in atoms.items()}
+        plain = {name: values for name, values in plain.items() if values}
+        if plain and not contents.groups:
+            contents.groups.append(Group(list(plain), {}))
+        for group in contents.groups:
+            mine = [plain[name] for name in group.names if name in plain]
+            for state in dict.fromkeys(chain.from_iterable(mine)):
+                values = {n: plain[n][state] for n in group.names if state in plain.get(n, {})}
+                same = len({(type(v), v) for v in values.values()}) == 1 and len(values) == len(group.names)
+                group.state[state] = next(iter(values.values())) if same else values
+
+    def _aliases(self) -> dict[str, str]:
+        return {a: b for slices in self._stages for a, b in slices[0].aliases.items()}
+
+    def _layout(self) -> dict[str, Any]:
+        """As of the checkpoint that was converted."""
+        degrees = self._degrees
+        out: dict[str, Any] = {"universal": True}
+        if self._stages:
+            out |= {"zero": self._zero, "dp": degrees.dp}
+            out |= {axis: n for axis, n in (("tp", degrees.tp), ("pp", degrees.pp)) if n > 1}
+            model = self._stages[0][0].model
+            described = [name for name in model.described if name in model.module]
+            if self._zero == 3 and described:
+                out["weight_dtype"] = model.module[described[0]].dtype
+        return out
+
+
+def _read_models(
+    store: Store, files: TagFiles, how: DeepSpeedOptions
+) -> tuple[ParallelDegrees, list[list[Slice]], list[str]]:
+    """The weights by pipeline stage and tensor-parallel rank, and the names of those that are empty placeholders."""
+    if not files.models:
+        return ParallelDegrees(1, 1, 1), [], []
+    rows = load_all(lambda key: TorchFile(store, key, allow=how.allow), files.models)
+    models = [[ModelStates(file) for file in row] for row in rows]
+    first = models[0][0]
+    degrees = ParallelDegrees.of(files, first, others=[row[0] for row in models])
+    shared = first.aliases(zero3=files.zero3)
+    stages: list[list[Slice]] = []
+    not_stored: dict[str, None] = {}
+    for p in range(degrees.pp):
+        stages.append([])
+        for t in range(degrees.tp):
+            row = models[p * degrees.tp + t]
+            of, empty = read_weights(row, degrees.label(p, t), zero3=files.zero3, shared=None if p else shared)
+            stages[p].append(of)
+            not_stored.update(dict.fromkeys(empty))
+    return degrees, stages, list(not_stored)
+
+
+def _check_alike(group: Mapping[str, list[Atom]]) -> None:
+    """Check that all parameters of a flat group have the same states, except those without a gradient."""
+    held = {name: {atom.state for atom in atoms} for name, atoms in group.items() if not _untrained(atoms)}
+    every = set().union(*held.values())
+    for name, states in held.items():
+        if states != every:
+            file = group[name][0].file.rpartition("/")[0]
+            raise MissingData(
+                f"{file} lacks {', '.join(f'{state}.pt' for state in sorted(every - states))}, which other parameters "
+                "of its optimizer group have",
+                hint="the conversion did not finish, or files were lost; convert the original checkpoint again",
+            )
+
+
+def _untrained(atoms: list[Atom]) -> bool:
+    return len(atoms) == 1 and atoms[0].state == "master" and (atoms[0].bare or 0 in atoms[0].shape)

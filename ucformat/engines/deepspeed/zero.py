@@ -1,0 +1,609 @@
+"""ZeRO 1 and 2: each optimizer group is one flat buffer, cut into equal partitions over the ranks.
+
+The parameters of a group are joined one after another in the order of `param_shapes`, each followed by its
+`param_alignment_paddings`; the end is padded so that all partitions are equal. Rank R's file holds partition R of the
+master (`single_partition_of_fp32_groups`, without the padding at the end; BF16_Optimizer keeps it) and of each state.
+The place of a parameter is recorded three times, and these must agree: by those lengths, by `param_slice_mappings`
+(name -> place in the rank's partition), and by the module's tensors, which are views of one flat buffer in the same
+order.
+
+A group of experts' parameters is cut so over the ranks of one expert-parallel rank; see `experts`.
+
+Under `round_robin_gradients` the buffer is in another order than the group, and DeepSpeed 0.19.8 computes the slice
+mappings as if it were not: then those of the group's own order are accepted too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, product
+from typing import TYPE_CHECKING, Any
+
+from ucformat.engines.deepspeed.experts import Experts
+from ucformat.engines.deepspeed.folder import check_world
+from ucformat.engines.deepspeed.model_states import (
+    Partition,
+    Ranks,
+    check_same_states,
+    hyper_parameters,
+    need,
+    read_scalars,
+    refuse_flat_state,
+    scalars,
+    stage_of,
+    state_of,
+    stored,
+    zero_options,
+)
+from ucformat.engines.deepspeed.zero0 import read_zero0
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError
+from ucformat.geometry.flat_buffer import FlatBuffer, flat_range, part_range, part_size, round_robin_order
+from ucformat.sources.index import Group
+from ucformat.sources.pickle.stand_ins import Inert, StoredTensor
+from ucformat.sources.tp_merge import LocalContents
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ucformat.engines.deepspeed.folder import TagFiles
+    from ucformat.engines.deepspeed.model_states import ModelStates
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.index import TensorIndex
+    from ucformat.sources.pickle.file import TorchFile
+
+
+_MASTER = "single_partition_of_fp32_groups"
+_TENSORS = frozenset(
+    (_MASTER, "base_optimizer_state", "param_slice_mappings", "group_paddings", "param_alignment_paddings")
+)
+
+
+class Zero12(Ranks[Partition]):
+    """The flat groups of a ZeRO 1 or 2 checkpoint; ranks beyond the first are opened when their extents are needed."""
+
+    def __init__(
+        self,
+        model: ModelStates,
+        keys: tuple[str, ...],
+        load: Callable[[str], TorchFile],
+        contents: TensorIndex,
+        experts: Experts | None = None,
+    ) -> None:
+        super().__init__(keys, load)
+        self.model, self.world = model, len(keys)
+        self.experts = experts or Experts(len(keys))
+        self.degrees: list[int] = []  # expert-parallel ranks of each group
+        self.shapes = model.param_shapes or []  # of the parameters, by flat group
+        self.flat: list[FlatBuffer] = []
+        self.round_robin: list[FlatBuffer] = []
+        self.first = self[0]
+        self._scalars = read_scalars(self.first)
+        self._describe(contents)
+
+    def _parse(self, rank: int, file: TorchFile) -> Partition:
+        """Parse a rank's file and check it against the layout, which the first file, rank 0's, defines."""
+        state = need(file.value, "optimizer_state_dict", dict, file.key)
+        raw = need(state, _MASTER, list, file.key)
+        masters = [stored(t, _MASTER, file.key) for t in raw]
+        if len(masters) != len(self.shapes):
+            raise IntegrityError(
+                f"{file.key} has {len(masters)} flat groups, but {self.model.key} describes {len(self.shapes)}"
+            )
+        if not self.flat:
+            self._lay_out(state, masters, file)
+        counts = state.get("partition_count")
+        parts = [self.world // degree for degree in self.degrees]
+        if counts != parts if isinstance(counts, list) else {counts} != set(parts):
+            raise IntegrityError(
+                f"{file.key} was saved by {counts} ranks, but {self.world} files of optimizer states are present",
+                hint="files of different saves are mixed in one folder",
+            )
+        partition = Partition(file, masters, _states(state, len(self.shapes), file.key))
+        self._check_lengths(rank, partition, padded="zero_stage" not in state)
+        self._check_slices(rank, state.get("param_slice_mappings"), file.key)
+        if rank:
+            check_same_states(partition, self.first, self._scalars)
+        return partition
+
+    def _lay_out(self, state: dict[str, Any], masters: list[StoredTensor], file: TorchFile) -> None:
+        """The layout, from the shapes, the paddings and the length of rank 0's partitions."""
+        paddings = need(state, "group_paddings", list, file.key)
+        aligned = state.get("param_alignment_paddings") or [[0] * len(g) for g in self.shapes]
+        ends = paddings if "zero_stage" in state else [0] * len(self.shapes)
+        self.degrees = self._degrees(state, file)
+        for index, (shapes, pads, master, end) in enumerate(zip(self.shapes, aligned, masters, ends, strict=True)):
+            buffer = _flat_buffer(shapes, pads, master.size + end)
+            parts = self.world // self.degrees[index]
+            if buffer.size * parts < buffer.end:
+                raise IntegrityError(
+                    f"group {index}: {parts} partitions of {buffer.size} elements in {file.key} do not hold "
+                    f"the {buffer.end} that {self.model.key} describes"
+                )
+            self._check_views(index, buffer)
+            self.flat.append(buffer)
+        if zero_options(self.model.value).get("round_robin_gradients"):
+            for shapes, buffer, degree in zip(self.shapes, self.flat, self.degrees, strict=True):
+                order = {name: shapes[name] for name in undo_round_robin(list(shapes), self.world // degree)}
+                self.round_robin.append(_flat_buffer(order, [0] * len(order), buffer.size))
+
+    def _degrees(self, state: dict[str, Any], file: TorchFile) -> list[int]:
+        """The number of expert-parallel ranks that share each group."""
+        base, counts = state.get("base_optimizer_state"), state.get("partition_count")
+        hypers = base.get("param_groups") if isinstance(base, dict) else None
+        out = []
+        for index, shapes in enumerate(self.shapes):
+            hyper = hypers[index] if isinstance(hypers, list) and index < len(hypers) else None
+            parts = counts[index] if isinstance(counts, list) and index < len(counts) else None
+            out.append(self.experts.degree_of(shapes, hyper, parts, file.key))
+        return out
+
+    def _check_views(self, index: int, buffer: FlatBuffer) -> None:
+        """Check that the module's tensors, if they are views of one flat buffer, have the layout's offsets."""
+        shapes = self.shapes[index]
+        views = {n: self.model.module[n] for n in shapes if n in self.model.module}
+        homes = {self.model.home(n).key for n in views}
+        for name, view in views.items():
+            if view.shape != shapes[name]:
+                raise IntegrityError(
+                    f"{self.model.key}: {name} has shape {view.shape} in `module`, {shapes[name]} in `param_shapes`"
+                )
+        if len(homes) != 1 or len({v.storage for v in views.values()}) != 1 or len(views) < 2:
+            return
+        if next(iter(views.values())).numel != buffer.size * (self.world // self.degrees[index]):
+            return
+        wrong = [n for n, v in views.items() if v.offset != buffer.slots[n].start]
+        if wrong:
+            raise IntegrityError(
+                f"{self.model.key}: {wrong[0]} is at element {views[wrong[0]].offset} of the flat group {index}, "
+                f"but the order of `param_shapes` puts it at {buffer.slots[wrong[0]].start}",
+                hint="please report this checkpoint; it is not read because its layout is uncertain",
+            )
+
+    def _check_lengths(self, rank: int, partition: Partition, *, padded: bool) -> None:
+        for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
+            unpadded = buffer.size - buffer.padding(self.experts.place(self.degrees[index], rank))
+            if master.size != (buffer.size if padded else unpadded):
+                raise IntegrityError(
+                    f"{partition.file.key}: the master of group {index} has {master.size} elements; the layout gives "
+                    f"rank {rank} {unpadded} of a partition of {buffer.size}",
+                    hint="files of different saves are mixed in one folder",
+                )
+            for name, value in partition.states[index].items():
+                if isinstance(value, StoredTensor) and value.shape and value.shape not in ((unpadded,), (buffer.size,)):
+                    raise refuse_flat_state(name, value, index, partition.file.key)
+
+    def _check_slices(self, rank: int, mappings: Any, file: str) -> None:
+        """Check that `param_slice_mappings`, if the file has them, agree with the layout."""
+        if not isinstance(mappings, list):
+            return
+        for index, recorded in enumerate(mappings):
+            ranges = {name: (a.get("start"), a.get("numel")) for name, a in recorded.items() if isinstance(a, Inert)}
+            at = self.experts.place(self.degrees[index], rank)
+            accepted = [_slices(layout[index], at) for layout in (self.flat, self.round_robin) if layout]
+            if ranges not in accepted:
+                name = next((n for n in chain(ranges, accepted[0]) if ranges.get(n) != accepted[0].get(n)), "?")
+                raise IntegrityError(
+                    f"{file}: `param_slice_mappings` puts {name} at {ranges.get(name)} (start, elements) of group "
+                    f"{index}, the "
+                    f"order of `param_shapes` in {self.model.key} at {accepted[0].get(name)}",
+                    hint="please report this checkpoint; it is not read because its layout is uncertain",
+                )
+
+    def _describe(self, contents: TensorIndex) -> None:
+        """Add the tensors, groups and scalars that rank 0's file describes."""
+        file = self.first.file
+        state = file.value["optimizer_state_dict"]
+        base = state["base_optimizer_state"]
+        hypers = base["param_groups"] if isinstance(base, dict) else [{}] * len(self.flat)
+        for index, shapes in enumerate(self.shapes):
+            states = self.first.states[index]
+            plain = {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}
+            entry = Group([], hyper_parameters(hypers[index], file))
+            entry.state = to_json(plain, read=file.read, path="state")
+            contents.groups.append(entry)
+            tensors = {"master": self.first.masters[index]}
+            tensors |= {n: v for n, v in states.items() if isinstance(v, StoredTensor)}
+            for expert_rank, (local, shape) in product(range(self.degrees[index]), shapes.items()):
+                name = self.experts.globally(local, self.degrees[index], expert_rank)
+                entry.names.append(name)
+                for kind, tensor in tensors.items():
+                    if tensor.shape or kind == "master":
+                        locate = partial(self._extents, index, local, kind, expert_rank)
+                        contents.add(name, kind, tensor.dtype, shape, locate)
+                    else:
+                        contents.add_whole(name, kind, file, tensor)
+        contents.keep_scalars(file, scalars(file, state, _TENSORS))
+        recorded = stage_of(state.get("zero_stage", 1))  # BF16_Optimizer, which is of ZeRO 1, does not record it
+        if recorded not in (1, 2):
+            raise IntegrityError(f"{file.key} records ZeRO {recorded}, but its files are those of ZeRO 1 and 2")
+        self.stage = recorded
+
+    def _extents(self, index: int, name: str, state: str, expert_rank: int, within: Box | None) -> Iterator[Extent]:
+        """The parts of a parameter, by its local name, in the partitions that contain it."""
+        buffer, shape = self.flat[index], self.shapes[index][name]
+        wanted = buffer.holders(name, *flat_range(shape, within))
+        holders = self.experts.holders(self.degrees[index], expert_rank)
+        opened = self.get([holders[at] for at in wanted])
+        for at in wanted:
+            start, stop, offset = buffer.part_on(name, at)
+            part = opened[holders[at]]
+            memory = part.masters[index] if state == "master" else part.states[index][state]
+            yield from part.file.flat(memory, offset, shape, start, stop)
+
+
+def _states(state: dict[str, Any], groups: int, file: str) -> list[dict[str, Any]]:
+    """The optimizer's state for each group: by parameter index, or (elastic checkpoints) a list."""
+    base: Any = need(state, "base_optimizer_state", (dict, list), file)
+    if isinstance(base, dict):
+        indices = [need(g, "params", list, file) for g in need(base, "param_groups", list, file)]
+        if [len(i) for i in indices] != [1] * groups:
+            raise UnsupportedError(
+                f"{file}: its optimizer has not one flat tensor for each of the {groups} groups; not yet read"
+            )
+        base = [state_of(need(base, "state", dict, file), i[0], file) for i in indices]
+    found: list[dict[str, Any]] = [s for s in base if isinstance(s, dict)]
+    if not len(base) == len(found) == groups:
+        raise IntegrityError(f"{file} has optimizer states for {len(base)} groups, but {groups} masters")
+    return found
+
+
+def _flat_buffer(shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int], partition: int) -> FlatBuffer:
+    """Parameters one after another, each followed by its padding, in partitions of this size."""
+    buffer = FlatBuffer(size=partition)
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        buffer.append(name, math.prod(shape), padding=padding)
+    return buffer
+
+
+def _slices(buffer: FlatBuffer, rank: int) -> dict[str, tuple[int, int]]:
+    """The parameters in a rank's partition: name -> (place in the partition, number of elements)."""
+    return {name: (at, stop - start) for name, (start, stop, at) in buffer.on(rank).items()}
+
+
+def undo_round_robin(joined: list[str], lists: int) -> list[str]:
+    """The original order of a list that was distributed round-robin to several lists, which were then joined."""
+    return [name for _, name in sorted(zip(round_robin_order(len(joined), lists), joined, strict=True))]
+
+
+# ZeRO 3: each parameter is partitioned across the ranks separately, and the parts are joined in flat groups.
+#
+# `param_shapes` lists the parameters of each flat group (a *sub-group*: `sub_group_size` splits an optimizer group into
+# several). A parameter of n elements is split into parts of ceil(n / ranks), the last ones padded; rank R's
+# `fp32_flat_groups` holds part R of each of the group's parameters, one after another, and so do the optimizer's states.
+# Frozen parameters are partitioned in the same way, each in its own tensor (`frozen_param_fragments` in the model states
+# files). Weights of trained parameters are not stored: the module holds empty placeholders, so the master is the only
+# copy.
+
+_MASTERS_3 = "fp32_flat_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class Zero3Partition(Partition):
+    """A rank's optimizer file, which may have several flat groups for one optimizer group."""
+
+    owners: list[int]  # the optimizer group of each flat group
+
+
+class Zero3(Ranks[Zero3Partition]):
+    """The flat groups of a ZeRO 3 checkpoint; ranks beyond the first are opened when their extents are needed."""
+
+    def __init__(
+        self, model: ModelStates, keys: tuple[str, ...], load: Callable[[str], TorchFile], contents: TensorIndex
+    ) -> None:
+        super().__init__(keys, load)
+        self.model, self.world = model, len(keys)
+        self.shapes = model.param_shapes or []  # of the parameters, by flat group
+        self.flat = [_partitioned_buffer(shapes, self.world) for shapes in self.shapes]
+        self.first: Zero3Partition | None = None
+        self.first = self[0]
+        self._scalars = read_scalars(self.first)
+        self._describe(self.first, contents)
+
+    def _parse(self, rank: int, file: TorchFile) -> Zero3Partition:
+        state = need(file.value, "optimizer_state_dict", dict, file.key)
+        if state.get("ds_zero_partition_groups"):
+            raise UnsupportedError(f"{file.key}: DeepSpeed checkpoints with expert parallelism are not yet read")
+        if state.get("partition_count") not in (None, self.world):
+            raise IntegrityError(
+                f"{file.key} was saved by {state['partition_count']} ranks, but {self.world} files of optimizer "
+                "states are present",
+                hint="files of different saves are mixed in one folder",
+            )
+        masters = [stored(t, _MASTERS_3, file.key) for t in need(state, _MASTERS_3, list, file.key)]
+        inner = need(state, "optimizer_state_dict", dict, file.key)
+        found = need(inner, "state", dict, file.key)
+        members = [need(g, "params", list, file.key) for g in need(inner, "param_groups", list, file.key)]
+        indices = [i for group in members for i in group]
+        if len(masters) != len(self.flat) or indices != list(range(len(self.flat))):
+            raise IntegrityError(
+                f"{file.key} has {len(masters)} flat groups of {len(indices)} optimizer entries, but {self.model.key} "
+                f"describes {len(self.flat)}"
+            )
+        owners = [g for g, group in enumerate(members) for _ in group]
+        partition = Zero3Partition(file, masters, [state_of(found, i, file.key) for i in indices], owners)
+        self._check(rank, partition)
+        return partition
+
+    def _check(self, rank: int, partition: Zero3Partition) -> None:
+        for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
+            if master.shape != (buffer.size,):
+                raise IntegrityError(
+                    f"{partition.file.key}: flat group {index} has shape {master.shape}; its parameters, sharded "
+                    f"across {self.world} ranks, take {buffer.size} elements",
+                    hint="files of different saves are mixed in one folder, or the optimizer was offloaded to NVMe",
+                )
+            for name, value in partition.states[index].items():
+                if isinstance(value, StoredTensor) and value.shape not in ((), (buffer.size,)):
+                    raise refuse_flat_state(name, value, index, partition.file.key)
+        if rank and self.first:
+            check_same_states(partition, self.first, self._scalars)
+
+    def _describe(self, first: Zero3Partition, contents: TensorIndex) -> None:
+        """Add the tensors, groups and scalars that rank 0's file describes."""
+        file = first.file
+        state = file.value["optimizer_state_dict"]
+        for hyper in state["optimizer_state_dict"]["param_groups"]:
+            contents.groups.append(Group([], hyper_parameters(hyper, file)))
+        for index, shapes in enumerate(self.shapes):
+            entry, states = contents.groups[first.owners[index]], first.states[index]
+            plain = to_json(
+                {n: v for n, v in states.items() if not isinstance(v, StoredTensor)}, read=file.read, path="state"
+            )
+            if entry.names and plain != entry.state:
+                raise UnsupportedError(
+                    f"{file.key}: the flat groups of one optimizer group have different plain states; not yet read"
+                )
+            entry.names.extend(shapes)
+            entry.state = plain
+            for name, shape in shapes.items():
+                contents.add(
+                    name, "master", first.masters[index].dtype, shape, partial(self._extents, index, name, "master")
+                )
+                for kind, value in states.items():
+                    if isinstance(value, StoredTensor) and value.shape:
+                        contents.add(name, kind, value.dtype, shape, partial(self._extents, index, name, kind))
+                    elif isinstance(value, StoredTensor):
+                        contents.add_whole(name, kind, file, value)
+        contents.keep_scalars(file, scalars(file, state, frozenset((_MASTERS_3, "optimizer_state_dict"))))
+
+    def _extents(self, index: int, name: str, state: str, within: Box | None) -> Iterator[Extent]:
+        """The parts of a parameter in the flat groups of the ranks that hold elements of the box."""
+        buffer, shape = self.flat[index], self.shapes[index][name]
+        wanted = buffer.holders(name, *flat_range(shape, within))
+        opened = self.get(wanted)
+        for rank in wanted:
+            part = opened[rank]
+            memory = part.masters[index] if state == "master" else part.states[index][state]
+            start, stop, offset = buffer.part_on(name, rank)
+            yield from part.file.flat(memory, offset, shape, start, stop)
+
+
+def _partitioned_buffer(shapes: Mapping[str, tuple[int, ...]], world: int) -> FlatBuffer:
+    """Each rank's parts of these parameters, one after another."""
+    buffer = FlatBuffer()
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        buffer.append_part(name, numel, part_size(numel, world))
+    buffer.size = buffer.end
+    return buffer
+
+
+def add_frozen(models: list[ModelStates], contents: TensorIndex) -> None:
+    """Add the frozen parameters, stored in the model states of all ranks."""
+    world = len(models)
+    for name, shape in models[0].frozen_shapes.items():
+        part = part_size(math.prod(shape), world)
+        fragments = [
+            stored((m.value.get("frozen_param_fragments") or {}).get(name), f"frozen_param_fragments[{name!r}]", m.key)
+            for m in models
+        ]
+        for model, fragment in zip(models, fragments, strict=True):
+            if fragment.shape != (part,):
+                raise IntegrityError(
+                    f"{model.key}: the frozen {name} has a part of shape {fragment.shape}; sharded across {world} "
+                    f"ranks, its shape {shape} gives {part} elements"
+                )
+
+        contents.add(name, "weight", fragments[0].dtype, shape, partial(_frozen_extents, models, fragments, shape))
+
+
+def _frozen_extents(
+    models: list[ModelStates], fragments: list[StoredTensor], shape: tuple[int, ...], within: Box | None
+) -> Iterator[Extent]:
+    first, last = flat_range(shape, within)
+    for rank, (model, fragment) in enumerate(zip(models, fragments, strict=True)):
+        start, stop = part_range(math.prod(shape), fragment.size, rank)
+        if max(start, first) < min(stop, last):
+            yield from model.file.flat(fragment, 0, shape, start, stop)
+
+
+# The parallel degrees of a checkpoint, and the tensors in the files of one model-parallel rank.
+
+
+@dataclass(slots=True)
+class Slice:
+    """The tensors of one pipeline stage as one tensor-parallel rank holds them."""
+
+    models: list[ModelStates]  # one, or under ZeRO 3 one for each data-parallel rank
+    label: str  # "" for the first
+    contents: LocalContents
+    aliases: dict[str, str] = field(default_factory=dict)
+    not_stored: list[str] = field(default_factory=list)  # parameters whose values are in no file
+    stage: int = 0
+    degrees: tuple[int, ...] = ()  # expert-parallel ranks of each optimizer group
+
+    @property
+    def model(self) -> ModelStates:
+        """The first data-parallel rank's model states."""
+        return self.models[0]
+
+
+def read_slice(
+    models: list[ModelStates],
+    optims: tuple[str, ...],
+    label: str,
+    load: Callable[[str], TorchFile],
+    *,
+    zero3: bool,
+    shared: dict[str, str] | None,
+    names: Sequence[Sequence[str]] | None,
+    experts: Experts | None = None,
+    optimizer: bool = True,
+) -> Slice:
+    """Read one model-parallel rank's files.
+
+    Args:
+        shared: the tied names in the first rank's file; None if it has none.
+        names: the names of each optimizer group's parameters, for ZeRO 0; None: they are derived.
+    """
+    out, placeholders = read_weights(models, label, zero3=zero3, shared=shared)
+    model, contents = out.model, out.contents
+    if zero_options(model.value).get("mics_shard_size", -1) not in (-1, 0, None):
+        raise UnsupportedError(f"{model.key}: DeepSpeed checkpoints with MiCS are not yet read")
+    if not zero3 and model.param_shapes is None and optims:
+        raise UnsupportedError(
+            f"{optims[0]} exists, but {model.key} has no `param_shapes`: a BF16_Optimizer without ZeRO, perhaps; "
+            "such checkpoints are not yet read"
+        )
+    if not optimizer:
+        stage = zero_options(model.value).get("stage")
+        out.stage = stage if type(stage) is int and 0 <= stage < 3 else 0
+    elif zero3:
+        Zero3(model, optims, load, contents)
+    elif model.param_shapes is not None:
+        zero = Zero12(model, optims, load, contents, experts)
+        out.stage, out.degrees = zero.stage, tuple(zero.degrees)
+    else:
+        read_zero0(model, names, contents)
+    found = {key.name for key in contents.infos}
+    out.not_stored = [name for name in placeholders if name not in found]
+    return out
+
+
+def read_weights(
+    models: list[ModelStates], label: str, *, zero3: bool, shared: dict[str, str] | None
+) -> tuple[Slice, list[str]]:
+    """Read the model states files of one model-parallel rank.
+
+    Args:
+        shared: the tied names in the first rank's file; None if it has none.
+
+    Returns:
+        the rank's tensors, and the names of empty placeholders.
+    """
+    model = models[0]
+    contents = LocalContents(f"{label}." if label else "")
+    out = Slice(models, label, contents, model.aliases(zero3=zero3, shared=shared), stage=3 if zero3 else 0)
+    if not zero3:
+        return out, _add_weights(out)
+    placeholders = _add_buffers(out)
+    add_frozen(models, contents)
+    return out, placeholders
+
+
+def _add_weights(of: Slice) -> list[str]:
+    """The module's tensors, each once."""
+    model = of.model
+    for name, tensor in model.module.items():
+        if name not in of.aliases:
+            of.contents.add_whole(name, "weight", model.home(name), tensor)
+    for alias, name in of.aliases.items():
+        if name not in model.module and name not in model.described:
+            raise IntegrityError(f"{model.key}: {alias} is tied to {name}, which is not in the checkpoint")
+    return []
+
+
+def _add_buffers(of: Slice) -> list[str]:
+    """The buffers of a ZeRO 3 module, as rank 0 has them; returns the names of its empty placeholders."""
+    model = of.model
+    described = model.described.keys() | model.frozen_shapes.keys()
+    placeholders = []
+    for name, tensor in model.module.items():
+        if name in model.buffers or (tensor.size and name not in described and name not in of.aliases):
+            of.contents.add_whole(name, "weight", model.file, tensor)
+        elif name not in of.aliases:
+            placeholders.append(name)
+    return placeholders
+
+
+_MAX_RANKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDegrees:
+    """The numbers of pipeline stages, tensor-parallel ranks, and data-parallel (including sequence-parallel) ranks."""
+
+    pp: int
+    tp: int
+    dp: int
+
+    @classmethod
+    def of(
+        cls,
+        files: TagFiles,
+        model: ModelStates,
+        *,
+        others: Sequence[ModelStates] | None = None,
+        optimizer: bool = True,
+    ) -> ParallelDegrees:
+        """The degrees from the first model states file or the files' names, checked against each other.
+
+        Args:
+            others: for the universal format, the model states of all model-parallel ranks; ranks of one pipeline stage
+                have parameters of the same names. None for other checkpoints.
+        """
+        pp, tp, mp = model.dims
+        in_names = len(next(iter(files.layers.values()))) if files.layers else None
+        if pp is None or tp is None:  # before DeepSpeed 0.18 no file has them
+            there = mp or len(files.models)
+            tp = in_names if in_names is not None else there
+            if others is not None and model.in_layers:
+                names = [tuple(of.described) for of in others]
+                tp = next((i for i, of in enumerate(names) if of != names[0]), len(names))
+            pp = there // tp
+            if pp * tp != there:
+                raise IntegrityError(
+                    f"there are {there} model-parallel ranks and layers of {tp} tensor-parallel ranks, which do not "
+                    "divide them",
+                    hint="files of different saves are mixed in one folder",
+                )
+        dp = model.world or (max(map(len, files.optims)) if files.optims else 1)
+        if max(pp, tp, dp) > _MAX_RANKS or pp * tp * dp > _MAX_RANKS:
+            raise IntegrityError(f"{model.key} records {pp} x {tp} x {dp} ranks")
+        wanted = dp if files.zero3 or (model.param_shapes is not None and optimizer) else None
+        check_world(files, pp * tp, wanted, optims=others is None)
+        if others is None:
+            _check_layers(files, model)
+        if in_names is not None and in_names != tp:
+            raise IntegrityError(
+                f"{model.key} records {tp} tensor-parallel ranks, but each layer has {in_names} files",
+                hint="files of different saves are mixed in one folder",
+            )
+        return cls(pp, tp, dp)
+
+    def label(self, pp: int, tp: int, dp: int = 0) -> str:
+        """The label of a rank, such as `pp1.tp0`; empty for the first."""
+        if not (pp or tp or dp):
+            return ""
+        if self.pp == self.tp == 1:
+            return str(dp)
+        parts = [f"{name}{at}" for name, at, n in (("pp", pp, self.pp), ("tp", tp, self.tp)) if n > 1]
+        return ".".join([*parts, *([f"dp{dp}"] if dp else [])])
+
+
+def _check_layers(files: TagFiles, model: ModelStates) -> None:
+    """Check that a pipeline has files of layers, and other checkpoints have none."""
+    if model.in_layers and not files.layers:
+        raise MissingData(
+            f"{model.key} is a pipeline's, but the files of its layers (layer_*-model_states.pt) are missing",
+            hint="copy all files of the tag folder; each stage wrote its own, perhaps to its node's disk",
+        )
+    if files.layers and not model.in_layers:
+        raise IntegrityError(
+            f"{next(iter(files.layers.values()))[0]} is a pipeline's, but {model.key} is not",
+            hint="files of different saves are mixed in one folder; move those that you do not want elsewhere",
+        )

@@ -1,0 +1,1 @@
+"""Hugging Face: safetensors files, and folders of Trainer and Accelerate."""

@@ -1,0 +1,260 @@
+"""Hugging Face Transformers: a Trainer that saves and resumes, and a callback (docs/guides/huggingface.md)."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import sort_checkpoints
+
+from ucformat.engines.huggingface.accelerate import unwrapped
+from ucformat.errors import NotACheckpoint, UnsupportedError
+from ucformat.jobs.removal import discard
+from ucformat.schema.manifest import MANIFEST
+from ucformat.sources.configuration import program_config
+from ucformat.torch.comm.group import TIMEOUT, group_for_call
+from ucformat.torch.loading.load import load
+from ucformat.torch.loading.share import open_together
+from ucformat.torch.saving.asynchronous import async_save
+from ucformat.torch.saving.launch import Launch
+from ucformat.torch.saving.save import save
+from ucformat.torch.state.objects import Rng, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from transformers import TrainerState, TrainingArguments
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.torch.saving.background import SaveHandle
+
+__all__ = ["SaveCallback", "UniversalTrainer"]
+
+_STATE = "trainer"  # the object that contains the TrainerState
+_STOCK_STATE = "trainer_state"  # the same in a folder that the Trainer itself has saved
+
+
+class SaveCallback(TrainerCallback):
+    """A callback that saves a universal checkpoint, `<url>/step-<n>`, in addition to each checkpoint of the Trainer.
+
+    A callback has no access to the gradient scaler and to other callbacks; `UniversalTrainer` saves these too.
+
+    Args:
+        url: the folder of the checkpoints, a path or URL.
+        background: save in the background, with `async_save`.
+        options: other arguments of `save`.
+    """
+
+    def __init__(self, url: str, *, background: bool = False, **options: Any) -> None:
+        self.url, self.background, self.options = url, background, options
+        self.handle: SaveHandle | None = None
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **live: Any) -> None:
+        """Save a checkpoint after the Trainer has saved one.
+
+        Args:
+            args: of the Trainer.
+            state: of the Trainer.
+            live: the model, the optimizer and the scheduler, as `model`, `optimizer`, `lr_scheduler`.
+        """
+        parts = _training(live["model"], live["optimizer"], live["lr_scheduler"])
+        if state.is_world_process_zero:
+            parts[_STATE] = asdict(state)
+        url = f"{self.url}/step-{state.global_step}"
+        with _files_of(live.get("processing_class"), args) as assets:
+            options = {**_description(args, state, live["model"]), "assets": assets, **self.options}
+            if self.background:
+                self.handle = async_save(parts, url, **options)
+            else:
+                save(parts, url, **options)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Wait for the last save."""
+        if self.handle is not None:
+            self.handle.wait()
+
+
+class UniversalTrainer(Trainer):
+    """A Trainer that saves universal checkpoints; as the first base class, it changes another subclass of Trainer.
+
+    `save_options` are arguments of `save`; `save_in_background` saves with `async_save`. Set both as class attributes.
+    """
+
+    save_options: Mapping[str, Any] = MappingProxyType({})
+    save_in_background = False
+    _resumed: Checkpoint | None = None
+    _handle: SaveHandle | None = None
+    _launch: Launch
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, optionally from a universal checkpoint.
+
+        Args:
+            resume_from_checkpoint: True for the last committed checkpoint in `output_dir`, or a checkpoint of a Trainer
+                that ucformat can open or a reference to one, saved by any number of ranks. The random generators of a
+                folder that the Trainer itself has saved are restored only on as many ranks, as by the Trainer.
+            args: passed to `Trainer.train`.
+            kwargs: passed to `Trainer.train`.
+
+        Raises:
+            UnsupportedError: no Trainer has saved the checkpoint.
+        """
+        self._launch = Launch()
+        if not resume_from_checkpoint:
+            return self._finished(super().train(None, *args, **kwargs))
+        url = _last(Path(str(self.args.output_dir))) if resume_from_checkpoint is True else resume_from_checkpoint
+        with group_for_call(None, TIMEOUT, "load", url) as ranks:
+            self._resumed = open_together(url, ranks)
+        with TemporaryDirectory() as folder:  # the Trainer reads its state only from a file
+            (Path(folder) / "trainer_state.json").write_text(json.dumps(_trainer_state(self._resumed)))
+            try:
+                return self._finished(super().train(folder, *args, **kwargs))
+            finally:
+                self._resumed = None
+
+    def _finished(self, output: Any) -> Any:
+        self._settle()
+        return output
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._resumed is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            state = self._live()
+            del state["rng"]  # restored later, after batches were skipped
+            self._launch.begin(load(state, self._resumed))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            super()._load_rng_state(checkpoint)
+        elif _STATE in self._resumed.objects:
+            load({"rng": Rng()}, self._resumed)
+        else:  # of files that the Trainer itself has saved, those that it would read
+            super()._load_rng_state(self._resumed.url)
+
+    def _load_best_model(self) -> None:
+        self._settle()
+        load({"model": self.model}, str(self.state.best_model_checkpoint))
+
+    def _save_checkpoint(self, _model: Any, trial: Any) -> None:
+        self._settle()
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run = Path(self._get_output_dir(trial=trial))
+        url = run / f"checkpoint-{self.state.global_step}"
+        best = run / f"checkpoint-{self.state.best_global_step}"
+        if best == url or (best / MANIFEST).exists():  # else it is in the folder of the run that was resumed
+            self.state.best_model_checkpoint = str(best)
+        state = self._live()
+        if self.args.process_index == 0:
+            self.state.stateful_callbacks = self._callback_states()
+            state[_STATE] = asdict(self.state)
+        if self.args.save_only_model and not self.is_distributed_loading_by_transformers:
+            state = {"model": state["model"], **{k: v for k, v in state.items() if k == _STATE}}
+        options = {"overwrite": True, **self._launch.next_save(), **_description(self.args, self.state, self.model)}
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        with _files_of(tokenizer, self.args) as assets:
+            options |= {"assets": assets, **self.save_options}
+            if self.save_in_background:
+                self._handle = async_save(state, url, **options)
+            else:
+                save(state, url, **options)
+        if not self.save_in_background:
+            self._rotate(run)
+
+    def _settle(self) -> None:
+        """Wait for the save in the background."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            handle.wait()
+            self._rotate(Path(handle.url).parent)
+
+    def _rotate(self, run: Path) -> None:
+        """Remove committed checkpoints beyond `save_total_limit`, and from the catalog; protected ones stay."""
+        if self.args.should_save and self.args.save_total_limit:
+            here = [p for p in sort_checkpoints(str(run)) if (Path(p) / MANIFEST).exists()]
+            stay = {here[-1], str(Path(self.state.best_model_checkpoint or here[-1]))} & {*here}
+            excess = len(here) - max(self.args.save_total_limit, len(stay))
+            for old in here:
+                if excess > 0 and old not in stay and discard(old):
+                    excess -= 1
+        if dist.is_initialized():
+            dist.barrier()
+
+    def _live(self) -> dict[str, Any]:
+        """The live state of the training."""
+        if self.is_deepspeed_enabled:
+            raise UnsupportedError(
+                "the state of this Trainer is managed by DeepSpeed", hint="ucformat.torch.deepspeed saves an engine"
+            )
+        state = _training(self.model, self.optimizer, self.lr_scheduler)
+        scaler = getattr(self.accelerator, "scaler", None)
+        return state if scaler is None else {**state, "scaler": scaler}
+
+    def _callback_states(self) -> dict[str, Any]:
+        """The states of callbacks, in the form of TrainerState."""
+        found: dict[str, list[Any]] = {}
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, []).append(callback.state())
+        return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+
+
+def _trainer_state(ck: Checkpoint) -> Any:
+    """The TrainerState that is stored in a checkpoint."""
+    for name in (_STATE, _STOCK_STATE):
+        if name in ck.objects:
+            return decode(ck.objects[name])
+    raise UnsupportedError(
+        f"{ck.url} has no state of a Trainer: its step, epoch and log",
+        hint="name a checkpoint that a Trainer saved; or load the weights by ucformat.torch.load({'model': model}, …), "
+        "and train() without resume_from_checkpoint",
+    )
+
+
+def _training(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    return {"model": model, "optimizer": unwrapped(optimizer), "scheduler": scheduler, "rng": Rng()}
+
+
+@contextmanager
+def _files_of(tokenizer: Any, args: TrainingArguments) -> Iterator[str | None]:
+    """A folder with the files of a tokenizer or processor, for the rank that stores them."""
+    if not hasattr(tokenizer, "save_pretrained") or args.process_index != 0:
+        yield None
+        return
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        yield folder
+
+
+def _description(args: TrainingArguments, state: TrainerState, model: Any) -> dict[str, Any]:
+    """The arguments of `save` that describe the checkpoint."""
+    logged = {k: v for entry in state.log_history if entry.get("step") == state.global_step for k, v in entry.items()}
+    metrics = {k: float(v) for k, v in logged.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
+    of_model = json.loads(model.config.to_json_string())
+    config = program_config(("training_args", args.to_sanitized_dict()), ("model_config", of_model))
+    return {"step": state.global_step, "run": args.run_name, "metrics": metrics, "config": config}
+
+
+def _last(folder: Path) -> str:
+    """The last committed checkpoint in a Trainer's folder."""
+    steps = {p: p.name.rpartition("-")[2] for p in folder.glob("checkpoint-*") if (p / MANIFEST).exists()}
+    numbers = {p: int(n) for p, n in steps.items() if n.isdecimal()}
+    if not numbers:
+        raise NotACheckpoint(
+            f"no checkpoint is committed in {folder}",
+            hint="train() without resume_from_checkpoint, or pass the path of one that Trainer itself has saved",
+        )
+    return str(max(numbers, key=numbers.__getitem__))

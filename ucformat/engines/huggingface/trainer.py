@@ -1,0 +1,63 @@
+"""The source for directories of Hugging Face's Trainer and Accelerate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ucformat.engines.deepspeed.folder import DeepSpeedOptions
+from ucformat.engines.huggingface.trainer_folder import classify, is_marker, looks_like_trainer
+from ucformat.engines.pytorch.dcp import DcpOptions
+from ucformat.sources.base import Source, groups_by_optimizer, option, options_of
+from ucformat.sources.model_files import root_files
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ucformat.engines.huggingface.trainer_opened import OpenHuggingFace
+    from ucformat.storage.base import Store
+
+__all__ = ["HuggingFace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceOptions(DeepSpeedOptions, DcpOptions):
+    """The options of `HuggingFace`: its own, and those of the engine whose files it contains."""
+
+    groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = option(  # type: ignore[assignment]
+        None,
+        "document",
+        "the parameters of each group, in order, by the name of an optimizer (`optimizer`); of a single one its groups "
+        "suffice",
+    )
+
+
+class HuggingFace(Source):
+    """Recognises and opens directories of Trainer (`checkpoint-500/`) and of Accelerate's `save_state`."""
+
+    kind = "huggingface"
+    title = "Hugging Face Trainer and Accelerate"
+    before = ("dcp", "deepspeed", "megatron", "safetensors", "torch_save")  # it may contain any of them
+    options_type = HuggingFaceOptions
+    options: HuggingFaceOptions
+
+    def is_marker(self, name: str) -> bool:
+        """Whether only Trainer or Accelerate write a file of this name."""
+        return is_marker(name)
+
+    def find(self, store: Store) -> bool:
+        """Whether the folder has the files of Trainer or Accelerate."""
+        return looks_like_trainer(root_files(store))
+
+    def open(self, store: Store) -> OpenHuggingFace:
+        """Open it: the engine's checkpoint, and the small files next to it."""
+        from ucformat.engines.huggingface.trainer_opened import EngineOptions, OpenHuggingFace
+
+        infos = root_files(store)
+        found = classify(infos, store.url)
+        own = ("allow", "groups", "part", "optimizer")
+        given = {n: getattr(self.options, n) for n in options_of(self) if n not in own}
+        inner = {name: value for name, value in given.items() if value is not None}
+        groups = groups_by_optimizer(self.options.groups)
+        how = EngineOptions(self.options.allow, groups, inner, self.options.optimizer, part=self.options.part is True)
+        return OpenHuggingFace(store, found, infos, how)

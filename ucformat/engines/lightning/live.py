@@ -1,0 +1,332 @@
+"""Lightning: strategies that save from all ranks, and a CheckpointIO for one rank (docs/guides/lightning.md)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.core import saving
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+from ucformat.errors import UcformatError, UnsafeError, UnsupportedError, UsageError
+from ucformat.jobs.removal import discard
+from ucformat.references import open_reference
+from ucformat.schema.manifest import MANIFEST
+from ucformat.sources.configuration import program_config
+from ucformat.storage.base import exists
+from ucformat.storage.url import open_store
+from ucformat.torch.comm.group import TIMEOUT, group_for_call, single_process_group
+from ucformat.torch.loading.load import load, load_local
+from ucformat.torch.loading.share import open_together
+from ucformat.torch.saving.asynchronous import async_save_local
+from ucformat.torch.saving.launch import Launch
+from ucformat.torch.saving.manifest import SaveMetadata
+from ucformat.torch.saving.options import SaveOptions
+from ucformat.torch.saving.save import save_in_group, save_local
+from ucformat.torch.state.local import local_of, local_state
+from ucformat.torch.state.memory import torch_dtype
+from ucformat.torch.state.objects import Rng, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.torch.loading.load import LoadReport
+    from ucformat.torch.saving.background import SaveHandle
+
+    _Read = tuple[dict[tuple[str, str], torch.Tensor], LoadReport]
+
+__all__ = ["UniversalCheckpointIO", "UniversalDDPStrategy", "UniversalModelParallelStrategy"]
+
+_REST = "lightning"  # the object with everything except tensors of the model and of optimizers
+_HYPER = ("hyper_parameters", "datamodule_hyper_parameters")
+_TENSORS = ("state_dict", "optimizer_states")
+_OF_TRAINING = ("callbacks", "loops", "optimizer_states", "lr_schedulers")
+
+
+class _Universal:
+    """A base class for strategies: all ranks save and load the live model and optimizers.
+
+    Args:
+        form: as for `save`.
+        background: save in the background, with `async_save`.
+        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run code.
+        options: of the strategy.
+    """
+
+    lightning_module: Any
+    optimizers: Any
+
+    def __init__(self, *, form: Any = "zarr", background: bool = False, trust: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self._form, self._background, self._trust = form, background, trust
+        self._handle: SaveHandle | None = None
+        self._launch = Launch()
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: checkpoints are loaded in place, after the optimizers are created."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: optimizers are loaded with the model."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: the live model is saved."""
+        return {}
+
+    def optimizer_state(self, _optimizer: Any) -> dict[str, Any]:
+        """Return nothing: live optimizers are saved."""
+        return {}
+
+    def load_model_state_dict(self, _checkpoint: Mapping[str, Any], **_: Any) -> None:
+        """Do nothing: `load_checkpoint` has loaded it."""
+
+    def load_optimizer_state_dict(self, _checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: `load_checkpoint` has loaded it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save the live model and optimizers; all ranks call this. An existing checkpoint is replaced."""
+        if storage_options is not None:
+            raise UsageError("storage_options are not supported", hint="leave them out: the url locates the checkpoint")
+        url = str(self.broadcast(str(filepath)))  # type: ignore[attr-defined] # of the strategy
+        state = local_state(self._live(optimizers="optimizer_states" in checkpoint))
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            state = replace(state, objects={**state.objects, _REST: encode(_without_tensors(checkpoint))})
+        logged = self.lightning_module.trainer.callback_metrics
+        metadata = _metadata(checkpoint, self._launch, logged)
+        options = SaveOptions(url, self._form, overwrite=True)
+        if self._background:
+            self._handle = async_save_local(state, options, metadata)
+        else:
+            save_local(state, options, metadata)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+        """Load the live model and optimizers, and return what Lightning restores itself."""
+        self.wait()
+        url = str(self.broadcast(str(checkpoint_path)))  # type: ignore[attr-defined] # of the strategy
+        with group_for_call(None, TIMEOUT, "load", url) as ranks:
+            ck = open_together(url, ranks)
+        rest = decode(ck.objects.get(_REST, {}), trust=self._trust or weights_only is False)
+        strict = "report" if self.lightning_module.strict_loading else False
+        state = self._live(optimizers=bool(self.optimizers))
+        if "rng" not in ck.per_rank:  # a CheckpointIO does not save random generators
+            state.pop("rng", None)
+        self._launch.begin(load(state, ck, strict))  # type: ignore[arg-type]
+        return {"state_dict": {}, **dict(rest)}
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, here and in the catalog, unless it is protected."""
+        self.wait()
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            discard(str(filepath))
+
+    def wait(self) -> None:
+        """Wait for the save in the background, and raise its error."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+
+    def teardown(self) -> None:
+        """Wait for the save in the background, and tear the strategy down."""
+        self.wait()
+        super().teardown()  # type: ignore[misc]
+
+    def _live(self, *, optimizers: bool) -> dict[str, Any]:
+        state = {"model": self.lightning_module}
+        if optimizers:
+            state |= {f"optimizer_{i}": o for i, o in enumerate(self.optimizers)} | {"rng": Rng()}
+        return state
+
+
+class UniversalDDPStrategy(_Universal, DDPStrategy):
+    """Lightning's DDPStrategy with universal checkpoints.
+
+    Args:
+        form: as for `ucformat.torch.save`.
+        background: save in the background, with `async_save`.
+        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run code.
+        options: arguments of DDPStrategy.
+    """
+
+
+class UniversalModelParallelStrategy(_Universal, ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism, or both) with universal checkpoints.
+
+    Args:
+        form: as for `ucformat.torch.save`.
+        background: save in the background, with `async_save`.
+        trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run code.
+        options: arguments of ModelParallelStrategy.
+    """
+
+
+class UniversalCheckpointIO(CheckpointIO):
+    """A CheckpointIO for strategies that save from one rank: DDP, a single device.
+
+    Lightning passes optimizer states by the numbers of parameters, so only optimizers that know the names of their
+    parameters, as `AdamW(self.named_parameters())`, can be saved.
+
+    Args:
+        form: as for `ucformat.torch.save`.
+    """
+
+    def __init__(self, form: Any = "zarr") -> None:
+        self._form = form
+        self._launch = Launch()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save from this rank alone; an existing checkpoint is replaced.
+
+        Args:
+            checkpoint: the checkpoint of Lightning.
+            path: where to write it, a path or URL.
+            storage_options: not supported.
+
+        Raises:
+            UsageError: there are `storage_options`.
+            UnsupportedError: an optimizer does not know the names of its parameters.
+        """
+        if storage_options is not None:
+            raise UsageError("storage_options are not supported", hint="leave them out: the url locates the checkpoint")
+        named: dict[str, Any] = {"model": checkpoint["state_dict"]}
+        numbered = checkpoint.get("optimizer_states", [])
+        named |= {f"optimizer_{i}": _named(i, state) for i, state in enumerate(numbered)}
+        rest = _without_tensors(checkpoint)
+        if numbered:
+            rest["optimizer_states"] = [_skeleton(state) for state in numbered]
+        state = local_state(named)
+        state = replace(state, objects={**state.objects, _REST: encode(rest)})
+        options = SaveOptions(str(path), self._form, overwrite=True)
+        save_in_group(state, options, _metadata(checkpoint, self._launch), single_process_group())
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
+        """Load a checkpoint in Lightning's form; each rank that calls this reads all of it.
+
+        Args:
+            path: a path, URL or reference.
+            map_location: the device of the tensors (default: the CPU).
+            weights_only: False to unpickle opaque values, which may run code.
+
+        Raises:
+            UsageError: `map_location` is not a device.
+            UnsafeError: a value is a pickle, and `weights_only` is not False.
+            UnsupportedError: the optimizers were saved by a strategy.
+        """
+        if callable(map_location) or isinstance(map_location, dict):
+            raise UsageError("map_location must be a device", hint='such as "cpu"')
+        ck = open_reference(str(path))
+        rest = dict(decode(ck.objects.get(_REST, {}), trust=weights_only is False))
+        numbered = rest.get("optimizer_states", [])
+        if not numbered and ck.manifest.groups:
+            raise UnsupportedError(
+                f"{ck.url} contains optimizers without the numbers of their parameters, which a CheckpointIO needs",
+                hint="load it with UniversalDDPStrategy or UniversalModelParallelStrategy",
+            )
+        tensors, report = _read(ck, torch.device(map_location or "cpu"), optimizers=bool(numbered))
+        self._launch.begin(report)
+        rest["state_dict"] = _state_dict(ck, tensors)
+        for state in numbered:
+            for name, number in _numbers(state).items():
+                found = {s: t for (n, s), t in tensors.items() if n == ck.aliases.get(name, name) and s != "weight"}
+                state["state"].setdefault(number, {}).update(found)
+        return rest
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint, here and in the catalog, unless it is protected.
+
+        Args:
+            path: of the checkpoint, a path or URL.
+        """
+        discard(str(path))
+
+
+def _metadata(checkpoint: Mapping[str, Any], launch: Launch, logged: Mapping[str, Any] | None = None) -> SaveMetadata:
+    """The metadata of a checkpoint: the step, hyper-parameters as config, and what was logged or callbacks monitor."""
+    config = program_config(*((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind)))
+    watched = [c for c in checkpoint.get("callbacks", {}).values() if isinstance(c, dict) and c.get("monitor")]
+    metrics = {name: float(value) for name, value in (logged or {}).items()}
+    metrics |= {c["monitor"]: float(c["current_score"]) for c in watched if c.get("current_score") is not None}
+    return SaveMetadata(step=int(checkpoint["global_step"]), metrics=metrics, config=config, **launch.next_save())
+
+
+def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in checkpoint.items() if k not in _TENSORS}
+
+
+def _named(index: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict by the names of its parameters, in the form of `get_optimizer_state_dict`."""
+    if any("param_names" not in group for group in state["param_groups"]):
+        raise UnsupportedError(
+            f"optimizer {index} does not know the names of its parameters, only their numbers",
+            hint="create it with names, AdamW(self.named_parameters()), or save with UniversalDDPStrategy",
+        )
+    names = {number: name for name, number in _numbers(state).items()}
+    groups = [{**g, "params": [names[n] for n in g["params"]]} for g in state["param_groups"]]
+    return {"state": {names[n]: dict(values) for n, values in state["state"].items()}, "param_groups": groups}
+
+
+def _numbers(state: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of an optimizer's parameters by their names."""
+    return {name: n for g in state["param_groups"] for n, name in zip(g["params"], g["param_names"], strict=True)}
+
+
+def _skeleton(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict without its tensors."""
+    held = {n: {k: v for k, v in s.items() if not isinstance(v, torch.Tensor)} for n, s in state["state"].items()}
+    return {"state": held, "param_groups": state["param_groups"]}
+
+
+def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> _Read:
+    tensors = {
+        (key.name, key.state): torch.empty(info.shape, dtype=torch_dtype(info.dtype), device=device)
+        for key, info in ck.tensors.items()
+        if optimizers or key.state == "weight"
+    }
+    wanted = [local_of(name, state, t) for (name, state), t in tensors.items()]
+    return tensors, load_local(wanted, ck, group=single_process_group(), stateful=optimizers)
+
+
+def _state_dict(ck: Checkpoint, tensors: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state dict of the module, with all names of tied tensors."""
+    weights = {name: tensors[name, "weight"] for name in ck.names() if (name, "weight") in tensors}
+    return weights | {a: weights[n] for a, n in ck.aliases.items() if n in weights}
+
+
+def _is_universal(path: Any) -> bool:
+    if not isinstance(path, str | PathLike) or Path(path).is_file():
+        return False
+    try:
+        return exists(open_store(path), MANIFEST)
+    except UcformatError:
+        return False
+
+
+def _load_for_inference(path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
+    """What `load_from_checkpoint` loads: of a universal checkpoint all but the state of the training."""
+    if not _is_universal(path):
+        return _stock_load(path, map_location, weights_only)
+    ck = open_reference(str(path))
+    if _REST not in ck.objects:
+        raise UsageError(f"{ck.url} was not saved by Lightning", hint="load it with ucformat.torch.load")
+    kept = {k: v for k, v in ck.objects[_REST].items() if k not in _OF_TRAINING}
+    try:
+        rest = dict(decode(kept, trust=weights_only is False))
+    except UnsafeError as error:
+        raise UnsafeError(
+            error.message, hint="weights_only=False, if you trust the author of the checkpoint"
+        ) from error
+    device = torch.device("cpu" if callable(map_location) or map_location is None else map_location)
+    tensors, _ = _read(ck, device, optimizers=False)
+    return {**rest, "state_dict": _state_dict(ck, tensors)}
+
+
+#: Lightning reads a checkpoint for `load_from_checkpoint` as a file, and has no place for another way.
+_stock_load = saving.pl_load
+saving.pl_load = _load_for_inference

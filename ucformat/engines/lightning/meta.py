@@ -1,0 +1,89 @@
+"""Lightning's sharded checkpoints: a DCP checkpoint, and `meta.pt` with everything but models and optimizers.
+
+Fabric, and Lightning's strategies that shard a model (FSDP, model parallelism), write it beside DCP's files: epoch,
+step, loops, schedulers, callbacks and hyper-parameters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucformat.geometry.tensor import TensorList
+from ucformat.reading.readable import LazyMapping
+from ucformat.sources.distcp.opened import OpenDcp
+from ucformat.sources.index import TensorIndex
+from ucformat.sources.pickle.file import TorchZip, open_file
+from ucformat.sources.pickle.stand_ins import OpaqueFile
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.tensor import Extent, Key, TensorInfo
+    from ucformat.reading.readable import CheckpointMetadata, FileRecord
+    from ucformat.sources.distcp.metadata import Items
+    from ucformat.sources.distcp.opened import ItemValues
+    from ucformat.sources.pickle.stand_ins import StoredTensor
+
+META = "meta.pt"
+_VERSION = "pytorch-lightning_version"
+
+
+class OpenLightning(OpenDcp):
+    """One opened checkpoint of Lightning or Fabric."""
+
+    def __init__(
+        self,
+        items: Items,
+        groups: Sequence[Sequence[str]] | None,
+        owners: Mapping[str, str] | None,
+        allow: tuple[str, ...],
+    ) -> None:
+        self._file, self._beside = open_file(items.store, META, allow=allow), TensorIndex()
+        super().__init__(items, groups, owners)
+
+    def _make_metadata(self, values: ItemValues, infos: tuple[TensorInfo, ...]) -> CheckpointMetadata:
+        found = super()._make_metadata(values, infos)
+        self._beside.taken |= {info.name: 1 for info in infos}
+        meta = self._meta()
+        large = tuple(self._beside.infos.values())
+        step = meta.get("global_step")
+        engine: dict[str, str] = {**found.engine, **({"format": found.engine["name"]} if _VERSION in meta else {})}
+        if _VERSION in meta:
+            engine |= {"name": "lightning", "version": str(meta[_VERSION])}
+        return found.replace(
+            tensor_list=TensorList((*infos, *large), found.tensor_list.groups),
+            objects=LazyMapping(lambda: _joined(found.objects, meta)),
+            step=step if type(step) is int else found.step,
+            engine=engine,
+            files=(*found.files, META),
+        )
+
+    def _meta(self) -> dict[str, Any]:
+        """The values of `meta.pt` as JSON; its larger tensors become tensors of the checkpoint."""
+        file = self._file
+        if isinstance(file, OpaqueFile):
+            return {META: to_json(file.opaque())}
+
+        def spill(path: str, tensor: StoredTensor) -> str:
+            return self._beside.add_large(path, file, tensor)
+
+        value = to_json(file.value, read=file.read, spill=spill, exact=True)
+        return value if isinstance(value, dict) and not any(key.startswith("$") for key in value) else {META: value}
+
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
+        """Find where the bytes of a tensor are stored."""
+        if key in self._beside.infos:
+            return self._beside.extents(key, within, self.store.url)
+        return super().extents(key, within)
+
+    def records(self) -> Iterator[FileRecord]:
+        """List every record of the archives of all items, and of `meta.pt`."""
+        yield from super().records()
+        yield from TorchZip(self.store, META).records()
+
+
+def _joined(items: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the items and of `meta.pt`; if both have one of a name, all of `meta.pt` is one object."""
+    return {**items, META: dict(meta)} if items.keys() & meta.keys() else {**items, **meta}

@@ -1,0 +1,433 @@
+"""Classic checkpoints: the files of all ranks, joined to whole parameters under global names."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ucformat.engines.megatron.names import is_expert
+from ucformat.engines.megatron.rank_states import RankFile, read_ranks, read_states
+from ucformat.engines.megatron.stacked import add_tensor, joined
+from ucformat.errors import AmbiguousLayout, IntegrityError, LayoutError, option_text
+from ucformat.geometry.placement import Replicate, Shard
+from ucformat.geometry.tensor import Key
+from ucformat.reading.readable import CheckpointMetadata
+from ucformat.sources.index import Group, TensorIndex
+from ucformat.sources.tp_merge import (
+    TP,
+    LocalContents,
+    Shapes,
+    TPSharding,
+    compare,
+    concatenate,
+    cuts_option,
+    layout_of_cuts,
+    replicate,
+    shard,
+)
+from ucformat.sources.values import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ucformat.engines.megatron.folder import MegatronFolder, MegatronOptions
+    from ucformat.engines.megatron.rank_states import At
+    from ucformat.geometry.box import Box
+    from ucformat.geometry.layout import Layout
+    from ucformat.geometry.tensor import Extent
+    from ucformat.geometry.view import Part
+    from ucformat.reading.readable import FileRecord
+    from ucformat.sources.tp_merge import Verdict
+    from ucformat.storage.base import Store
+
+
+_WORD_EMBEDDING = ("embedding.word_embeddings.weight", "language_model.embedding.word_embeddings.weight")
+_OUTPUT_LAYER = ("output_layer.weight", "word_embeddings_for_head.weight", "language_model.output_layer.weight")
+_NOT_OURS = ("args", "optimizer", "iteration")
+_MIXED = "files of different saves are mixed in one folder, or the ranks' copies had diverged in training"
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank's parameters and states, in its own coordinates, under global names."""
+
+    at: At
+    file: RankFile
+    contents: LocalContents
+    groups: list[list[Group]] = field(default_factory=list)
+
+
+class OpenClassic:
+    """One opened classic checkpoint."""
+
+    kind = "megatron"
+    part = ""  # there is a file for each of the ranks that the files record
+
+    def __init__(self, store: Store, place: MegatronFolder, how: MegatronOptions) -> None:
+        self.store = store
+        files, self.args = read_ranks(store, place, how.allow, how.vocab_size)
+        if len(files) == 1 and self.args.degree("tensor_model_parallel_size", "model_parallel_size") is None:
+            self.part = "the file of one rank, which does not record how many ranks saved"
+        self._ranks = {at: _Rank(at, f, LocalContents()) for at, f in files.items()}
+        for rank in self._ranks.values():
+            for named, tensors in zip(rank.file.names, rank.file.chunks, strict=True):
+                for name, tensor in tensors.items():
+                    rank.contents.add_whole(named[name], "weight", rank.file.file, tensor)
+            if how.optimizer:
+                rank.groups = read_states(rank.file, rank.contents)
+        self._agreeing: set[tuple[Key, int]] = set()  # parts of tensor-parallel ranks whose copies have been compared
+        self._degree = 1 + max(t for t, _, _ in files)
+        self.contents = TensorIndex()
+        self.aliases: dict[str, str] = {}
+        first = files[0, 0, 0]
+        self._version = v if isinstance(v := first.values.get("checkpoint_version", 0), int | float) else 0
+        self._join(how)
+        self.contents.groups = self._groups()
+        objects = self._objects()
+        step = first.values.get("iteration")
+        paths = [f.file.key for f in files.values()] + [f.distrib.key for f in files.values() if f.distrib]
+        self.metadata = CheckpointMetadata(
+            tensor_list=self.contents.tensor_list(),
+            unreadable=self.contents.unreadable,
+            aliases=self.aliases,
+            objects=objects,
+            groups=tuple(g.json() for g in self.contents.groups),
+            step=step if type(step) is int else None,
+            layout=dict(zip(("tp", "pp", "ep"), (1 + max(at[i] for at in files) for i in range(3)), strict=True)),
+            engine={"name": "megatron-core" if "decoder" in str(list(first.chunks[0])[:99]) else "megatron-lm"},
+            files=(*filter(None, [place.tracker]), *sorted(paths)),
+            folder=place.folder,
+        )
+
+    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
+        """Where the bytes of a tensor are."""
+        return self.contents.extents(key, within, self.store.url)
+
+    def records(self) -> Iterator[FileRecord]:
+        """Every record of the files of all ranks."""
+        for rank in self._ranks.values():
+            yield from rank.file.file.records()
+            if rank.file.distrib:
+                yield from rank.file.distrib.records()
+
+    def _join(self, how: MegatronOptions) -> None:
+        """All tensors: the parts of each parameter by tensor-parallel rank, and the ranks with copies of them."""
+        holders: dict[Key, dict[int, list[_Rank]]] = {}
+        for (t, _, _), rank in sorted(self._ranks.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):
+            self.contents.unreadable |= rank.contents.unreadable
+            for key in rank.contents.infos:
+                holders.setdefault(key, {}).setdefault(t, []).append(rank)
+        for key in list(holders):
+            if (reason := self.contents.refused_with(key)) is not None:
+                self.contents.unreadable[key] = reason
+                del holders[key]
+        weights = [k for k in holders if k.state == "weight"]
+        for key, found in holders.items():
+            if sorted(found) != list(range(self._degree)):
+                raise IntegrityError(
+                    f"{key} is only in the files of the tensor-parallel ranks {sorted(found)}", hint=_MIXED
+                )
+        degree = self.args.degree("expert_tensor_parallel_size")
+        shapes = {k.name: tuple(holders[k][t][0].contents.infos[k].shape for t in range(self._degree)) for k in weights}
+        whole = {n for n in shapes if is_expert(n) and degree == 1}
+        whole |= {n for n in shapes if is_expert(n) and degree is None and self._experts_are_whole(shapes, n)}
+        if degree not in (None, 1, self._degree):
+            raise AmbiguousLayout(
+                f"experts are sharded across {degree} tensor-parallel ranks and the rest across {self._degree}: "
+                "the files do not record which rank has which part",
+                hint="save it with --ckpt-format torch_dist",
+            )
+
+        states = sorted({k.state for k in holders}, key=lambda state: state != "weight")
+        given = (layout_of_cuts(how.cuts, self._degree), how.layout)
+        queries = self.args.number("num_query_groups") if self.args.flag("group_query_attention") else None
+        cut = {n: s for n, s in shapes.items() if n not in whole}
+        shardings = NameResolver(cut, self._version, [g for g in given if g is not None], queries).decide(
+            lambda name: self._verdict(holders, states, name)
+        )
+        shardings |= {n: replicate(shapes[n]) for n in whole}
+        tied = self._tied(holders, shardings)
+        order = {k.name: i for i, k in enumerate(weights)}
+        for key in sorted(holders, key=lambda k: order.get(k.name, len(order))):
+            if key.name not in shardings:
+                raise IntegrityError(f"{key} has no weight", hint=_MIXED)
+            if key.name not in tied:
+                self._add(key, holders[key], shardings[key.name])
+        self.aliases = tied
+
+    def _verdict(self, holders: Mapping[Key, dict[int, list[_Rank]]], states: Sequence[str], name: str) -> Verdict:
+        """Whether the parts of a parameter are equal: by its weight, and by its other states if that is constant."""
+        found: Verdict = "constant"
+        shape = None
+        for key in (k for state in states if (k := Key(name, state)) in holders):
+            copies = [holders[key][t][0].contents.replica(key) for t in range(self._degree)]
+            shape = shape or copies[0].box.shape
+            if found == "constant" and all(c.box.shape == shape for c in copies):
+                found = compare(self.store, copies)
+        return found
+
+    def _experts_are_whole(self, shapes: Mapping[str, Sequence[tuple[int, ...]]], name: str) -> bool:
+        """Whether each tensor-parallel rank has a whole expert: its width is the one that the arguments record."""
+        width = self.args.number("moe_ffn_hidden_size") or self.args.number("ffn_hidden_size")
+        second = re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)
+        return self._degree > 1 and width is not None and second in shapes and shapes[second][0][-1] == width
+
+    def _add(self, key: Key, found: dict[int, list[_Rank]], sharding: TPSharding) -> None:
+        infos = [found[t][0].contents.infos[key] for t in range(self._degree)]
+        if len({i.dtype for ranks in found.values() for i in (r.contents.infos[key] for r in ranks)}) > 1:
+            raise IntegrityError(f"{key} has different dtypes in the files of the ranks", hint=_MIXED)
+        own = tuple(i.shape for i in infos)
+        weights = tuple(found[t][0].contents.infos[Key(key.name, "weight")].shape for t in range(self._degree))
+        if own != weights:
+            if any(own) or len(set(own)) > 1:
+                raise AmbiguousLayout(
+                    f"{key} has the parts {[list(s) for s in own]}, its parameter {[list(s) for s in weights]}: states "
+                    "of factored optimizers are not read under tensor parallelism",
+                    hint=f"leave the optimizer out: {option_text('optimizer')}",
+                )
+            sharding = replicate(own)
+        parts = [
+            (partial(self._agreed, key, found, t, sharding.regions), sharding.regions[t]) for t in range(self._degree)
+        ]
+        tensor = joined(key, infos[0].dtype, sharding.shape, parts)
+        rows = self.args.rows(key.name, sharding.shape[0]) if sharding.shape else 0
+        add_tensor(self.contents, tensor, rows)
+
+    def _agreed(
+        self,
+        key: Key,
+        found: dict[int, list[_Rank]],
+        t: int,
+        regions: tuple[tuple[Part, ...], ...],
+        within: Box | None,
+    ) -> Iterator[Extent]:
+        """The extents of one rank's part, after a check that all copies of it are equal."""
+        if (key, t) not in self._agreeing:
+            same = [r for u in range(self._degree) if u == t or regions[u] == regions[t] for r in found[u]]
+            for other in same[1:]:
+                self._must_agree(key, same[0], other)
+            self._agreeing.add((key, t))
+        return found[t][0].contents.locate[key](within)
+
+    def _must_agree(self, key: Key, one: _Rank, other: _Rank) -> None:
+        if (
+            one.contents.infos[key].shape != other.contents.infos[key].shape
+            or compare(self.store, [one.contents.replica(key), other.contents.replica(key)]) == "different"
+        ):
+            names = sorted({e.file for r in (one, other) for e in r.contents.locate[key](None)})
+            raise IntegrityError(
+                f"{key}: {' and '.join(names)} should be equal, but differ",
+                hint=f"{_MIXED}; if it is cut instead, specify how: {option_text('layout')}",
+            )
+
+    def _tied(
+        self, holders: Mapping[Key, dict[int, list[_Rank]]], shardings: Mapping[str, TPSharding]
+    ) -> dict[str, str]:
+        """The last stage's copy of the input embedding, if the arguments or the bytes show that it is one."""
+        word = next((n for n in _WORD_EMBEDDING if n in shardings), None)
+        if word is None or self.args.tied is False:
+            return {}
+        head = next((n for n in _OUTPUT_LAYER if n in shardings), None)
+        if head is None:
+            return {_OUTPUT_LAYER[0]: word} if self.args.tied and word == _WORD_EMBEDDING[0] else {}
+        one, two = Key(word, "weight"), Key(head, "weight")
+        copies = [(holders[one][t][0], holders[two][t][0]) for t in range(self._degree)]
+        same = shardings[word].shape == shardings[head].shape and all(
+            compare(self.store, [a.contents.replica(one), b.contents.replica(two)]) == "equal" for a, b in copies
+        )
+        if not same and self.args.tied:
+            raise IntegrityError(
+                f"{head} should be a copy of {word}, but differs: see {copies[0][0].file.file.key} and "
+                f"{copies[0][1].file.file.key}",
+                hint=_MIXED,
+            )
+        return {head: word} if same else {}
+
+    def _groups(self) -> list[Group]:
+        """The groups of all ranks' optimizers by position; each parameter once."""
+        merged: dict[tuple[int, int], Group] = {}
+        seen: set[str] = set(self.aliases)
+        for at in sorted(self._ranks, key=lambda at: (at[1], at[2], at[0])):
+            for o, groups in enumerate(self._ranks[at].groups):
+                for g, group in enumerate(groups):
+                    names = [n for n in group.names if n not in seen]
+                    seen.update(names)
+                    into = merged.setdefault((o, g), Group([], group.hyper, group.state))
+                    if into.hyper != group.hyper:
+                        raise IntegrityError(
+                            f"the optimizer groups of {self._ranks[at].file.file.key} have other hyper-parameters than "
+                            "those of the first rank",
+                            hint=_MIXED,
+                        )
+                    into.names.extend(names)
+        return [merged[k] for k in sorted(merged)]
+
+    def _objects(self) -> dict[str, Any]:
+        """The first rank's values other than tensors; under `ranks` the differences of the others."""
+        out = self._plain(self._ranks[0, 0, 0], "")
+        if self.args.values:
+            out["args"] = to_json(dict(self.args.values), path="args")
+        others: dict[str, Any] = {}
+        for (t, p, e), rank in self._ranks.items():
+            if (t, p, e) != (0, 0, 0):
+                plain = self._plain(rank, f"tp{t}.pp{p}.ep{e}.")
+                differing = {k: v for k, v in plain.items() if json.dumps(v) != json.dumps(out.get(k))}
+                others |= {f"tp{t}.pp{p}.ep{e}": differing} if differing else {}
+        return {**out, "ranks": others} if others else out
+
+    def _plain(self, rank: _Rank, label: str) -> dict[str, Any]:
+        file = rank.file.file
+
+        def spill(path: str, tensor: Any) -> str:
+            return self.contents.add_large(label + path, file, tensor)
+
+        chosen = {k: v for k, v in rank.file.values.items() if k not in _NOT_OURS and not str(k).startswith("model")}
+        found = rank.file.values.get("optimizer")
+        optimizers = found if isinstance(found, list) else [found]
+        left = [_without_states(o) for o in optimizers if isinstance(o, dict)]
+        if any(left):
+            chosen["optimizer"] = left if isinstance(found, list) else left[0]
+        if rank.file.extra:
+            chosen["_extra_state"] = rank.file.extra
+        return {str(k): to_json(v, read=file.read, spill=spill, path=str(k)) for k, v in chosen.items()}
+
+
+def _without_states(value: dict[Any, Any]) -> dict[Any, Any]:
+    """The entries of an optimizer other than states, groups and fp32 copies."""
+    excluded = ("state", "param_groups", "fp32_from_fp16_params", "fp32_from_fp16")
+    out = {k: v for k, v in value.items() if k not in excluded}
+    if isinstance(out.get("optimizer"), dict):
+        inner = _without_states(out.pop("optimizer"))
+        out |= {"optimizer": inner} if inner else {}
+    return out
+
+
+# How a parameter is sharded across tensor-parallel ranks, by the names of Megatron's modules and the parts' shapes.
+#
+# Column-parallel layers are cut along dim 0, row-parallel ones along dim 1, vocabularies along dim 0, and all other known
+# parameters are replicated. Of a gated first projection each rank has a part of the gate, then one of the other half; it
+# is recognised by its shape, with twice as many outputs as the second projection has inputs. Query, key and value are
+# interleaved by head since version 1 of the files, so that a rank's part is a run of heads; in version 0 each part had
+# all queries first.
+#
+# Bytes overrule names: a parameter that should be cut but is equal on all ranks, and not one repeated value, is a doubt.
+
+_QKV = re.compile(r"(.*\.)?(linear_qkv|query_key_value)\.(weight|bias)", re.DOTALL)
+_FIRST = re.compile(r"(.*\.)?(linear_fc1|dense_h_to_4h)\.(weight|bias)(\d*)", re.DOTALL)
+_COLUMN = re.compile(
+    r"(.*\.)?(linear_q|linear_kv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|query|key_value)\.(weight|bias)|"
+    r"(.*\.)?(word_embeddings|word_embeddings_for_head|output_layer)\.weight|(.*\.)?output_layer\.bias",
+    re.DOTALL,
+)
+_ROWS = r"((.*\.)?(linear_proj|linear_fc2|dense_4h_to_h)|(.*\.)?[a-z_]*attention\.dense)"
+_ROW = re.compile(rf"{_ROWS}\.weight\d*", re.DOTALL)
+_SAME = re.compile(
+    rf"{_ROWS}\.bias\d*|"
+    r"(.*\.)?([a-z_]*norm|[a-z_]*norm_\d|router|position_embeddings|tokentype_embeddings)\.(weight|bias|expert_bias)|"
+    r"(.*\.)?layer_norm_(weight|bias)|(.*\.)?shared_experts\.gate_weight",
+    re.DOTALL,
+)
+_SECOND = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
+_MAX_LISTED = 20
+
+
+class NameResolver:
+    """The shardings of all parameters.
+
+    Args:
+        queries: number of query groups that share keys and values; None if the arguments do not record it.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Shapes], version: float, layouts: Sequence[Layout], queries: int | None = None
+    ) -> None:
+        self._shapes, self._version, self._layouts, self._queries = shapes, version, layouts, queries
+
+    def decide(self, verdict: Callable[[str], Verdict]) -> dict[str, TPSharding]:
+        """The sharding of each parameter."""
+        out: dict[str, TPSharding] = {}
+        doubts: list[str] = []
+        for name, shapes in self._shapes.items():
+            try:
+                found = self._given(name, shapes)
+                if found is None:
+                    found = self._by_name(name, shapes, verdict)
+            except LayoutError as e:
+                raise type(e)(f"{name}: {e.message}", hint=e.hint) from e
+            if found is None:
+                doubts.append(name)
+            else:
+                out[name] = found
+        if doubts:
+            raise self._ambiguous(doubts)
+        return out
+
+    def _given(self, name: str, shapes: Shapes) -> TPSharding | None:
+        if len(shapes) == 1:
+            return replicate(shapes)
+        return next((found for layout in self._layouts if (found := self._in_layout(layout, name, shapes))), None)
+
+    def _by_name(self, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]) -> TPSharding | None:
+        """The sharding by the name, if the bytes do not contradict it; for other names, by the bytes."""
+        if _SAME.fullmatch(name):
+            return replicate(shapes)  # it is checked when it is read
+        found = self._cut(name, shapes)
+        if len(set(shapes)) > 1:
+            return found
+        if found is None:
+            return replicate(shapes) if not shapes[0] or verdict(name) == "equal" else None
+        return found if verdict(name) != "equal" else None
+
+    def _cut(self, name: str, shapes: Shapes) -> TPSharding | None:
+        """How a parameter with this name is cut; None if the name or the cut is unknown."""
+        if _QKV.fullmatch(name):
+            if self._queries is not None and self._queries < len(shapes):
+                return None  # several ranks hold the same keys and values
+            if self._version < 1:
+                return shard(shapes, Shard(0, TP, parts=(1, 1, 1)))
+            return concatenate(shapes, 0)
+        if match := _FIRST.fullmatch(name):
+            gated = self._gated(name, match)
+            if gated is None:
+                return None
+            return shard(shapes, Shard(0, TP, parts=(1, 1))) if gated else concatenate(shapes, 0)
+        if _ROW.fullmatch(name):
+            return concatenate(shapes, 1)
+        return concatenate(shapes, 0) if _COLUMN.fullmatch(name) else None
+
+    def _gated(self, name: str, match: re.Match[str]) -> bool | None:
+        """Whether a first projection has two halves: by the width of the second."""
+        start, module, _, number = match.groups()
+        second = self._shapes.get(f"{start or ''}{_SECOND[module]}.weight{number}")
+        rows = self._shapes[name][0][0]
+        if second is None or len(second[0]) != 2 or rows not in (second[0][1], 2 * second[0][1]):
+            return None
+        return rows == 2 * second[0][1]
+
+    def _in_layout(self, layout: Layout, name: str, shapes: Shapes) -> TPSharding | None:
+        """The sharding that a caller's layout gives a parameter."""
+        rule = next(iter(layout.rules_for(name, ["weight"])), None)
+        if rule is None:
+            return None
+        cuts = [p for p in rule.place if not isinstance(p, Replicate)]
+        if not cuts:
+            return replicate(shapes)
+        if len(cuts) > 1 or not isinstance(cuts[0], Shard) or tuple(cuts[0].over) != (TP,) or cuts[0].pad_to:
+            raise LayoutError(f"{rule} must replicate it, or shard it once over the axis {TP!r}")
+        return shard(shapes, cuts[0])
+
+    def _ambiguous(self, doubts: Sequence[str]) -> AmbiguousLayout:
+        lines = [f"  {n} (parts of {list(self._shapes[n][0])})" for n in doubts[:_MAX_LISTED]]
+        lines += [f"  … and {len(doubts) - _MAX_LISTED} more"] if len(doubts) > _MAX_LISTED else []
+        ranks = len(self._shapes[doubts[0]])
+        example = "\n".join(f"    - {{match: '{n}', place: [{{shard: 0, over: tp}}]}}" for n in doubts[:3])
+        return AmbiguousLayout(
+            f"the checkpoint was saved by {ranks} tensor-parallel ranks, and neither Megatron's names nor the bytes "
+            "determine how these parameters are sharded:\n" + "\n".join(lines),
+            hint=f"specify it for each, as in {cuts_option({doubts[0]: '0'})} (or replicate, halves, 1; a pattern may "
+            f"have *); or in a layout file, given as {option_text('layout')}:\n"
+            f"    version: 1\n    mesh: {{tp: {ranks}}}\n    rules:\n{example}  # or replicate, shard 1, parts",
+        )

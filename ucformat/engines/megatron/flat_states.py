@@ -1,0 +1,559 @@
+"""The offsets of parameters in the flat buffers of Megatron's distributed optimizer, and their proof.
+
+The buffers of one rank's model hold its parameters in the reverse order of the module, each aligned to 64 elements; a
+buffer is split into buckets between parameters. The files do not name them. They are placed by that rule, which must
+fill every bucket exactly; and as the fp32 copy in the buffer rounds to the weight itself, the first and last elements
+of each parameter prove its slot when it is read (or at once, if some parameters are frozen or the module may have
+several orders).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from ucformat.engines.megatron.names import LAYER, is_expert, orders_of
+from ucformat.engines.megatron.stacked import StackedTensor, add_tensor, joined, unstacked
+from ucformat.errors import AmbiguousLayout, IntegrityError, option_text
+from ucformat.geometry.box import Box
+from ucformat.geometry.flat_buffer import align_up, flat_boxes, flat_extents, flat_range
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.geometry.view import Part, View
+from ucformat.schema import ITEMSIZE
+from ucformat.sources.pickle.stand_ins import why_refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ucformat.engines.megatron.names import Bucket
+    from ucformat.engines.megatron.stacked import Opened, ReadableTensor
+    from ucformat.geometry.tensor import Extent
+    from ucformat.sources.distcp.metadata import Items
+    from ucformat.storage.base import Store
+
+
+_ALIGN = (64, 1)  # elements; older versions did not align
+_SAMPLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """A flat tensor in files; `locate` gives the extents of a range of it, as boxes of one dim."""
+
+    size: int
+    dtype: str
+    locate: Callable[[int, int], Iterable[Extent]]
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter of one rank's model: its local shape, and the extents of its weight in local coordinates."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    weight: Callable[[], Iterable[Extent]]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return Box.whole(self.shape).size
+
+
+class BufferSlot(NamedTuple):
+    """The slot of a parameter: the number of its bucket, and its offset in it, in elements."""
+
+    param: Param
+    bucket: int
+    start: int
+
+
+def place(
+    params: Sequence[Param],
+    sizes: Sequence[int],
+    *,
+    edges: Sequence[frozenset[int]] | None = None,
+    proved: Callable[[BufferSlot], bool] | None = None,
+    joined: bool = False,
+) -> list[BufferSlot] | None:
+    """The slots of parameters (in the order of the module) in buckets of these sizes; None if they do not fit.
+
+    Args:
+        edges: offsets in each bucket at which parameters begin or end, in elements, if they are known.
+        proved: whether the values in a slot are the parameter's. Without it all parameters must fit.
+    """
+    for align in _ALIGN:
+        slots = _place_params(params, sizes, align, edges, proved, joined)
+        if slots is not None:
+            return slots
+    return None
+
+
+def _place_params(
+    params: Sequence[Param],
+    sizes: Sequence[int],
+    align: int,
+    edges: Sequence[frozenset[int]] | None,
+    proved: Callable[[BufferSlot], bool] | None,
+    joined: bool,  # noqa: FBT001
+) -> list[BufferSlot] | None:
+    slots: list[BufferSlot] = []
+    bucket = base = at = 0  # `base`: the start of the bucket
+    for param in reversed(params):
+        if at == sizes[bucket] and at and bucket + 1 < len(sizes):
+            bucket, at = bucket + 1, 0
+        aligned = base + align_up(at - base, align)
+        starts = dict.fromkeys([aligned, *([at] if joined and proved else [])])
+        for start in starts:
+            slot, end = BufferSlot(param, bucket, start), start + param.size
+            if end > sizes[bucket] or (edges and not {start, end} <= edges[bucket]):
+                continue
+            if proved is None or proved(slot):
+                slots.append(slot)
+                base, at = base if start == aligned else start, end
+                break
+        else:
+            if proved is None:
+                return None
+    return slots if bucket == len(sizes) - 1 and at == sizes[bucket] and slots else None
+
+
+def unproved(params: Iterable[Param], master: FlatTensor) -> str | None:
+    """Why nothing proves which states are where in a flat buffer: its fp32 copy or a weight cannot be read; or None."""
+    dtype = next((d for d in (master.dtype, *(p.dtype for p in params)) if d not in ITEMSIZE), None)
+    return (
+        None if dtype is None else f"is where only its weight and its fp32 copy could prove: one {why_refused(dtype)}"
+    )
+
+
+def same_values(store: Store, param: Param, master: FlatTensor, start: int) -> bool:
+    """Whether the first and last 64 elements of a parameter are those at this offset of the fp32 copy, rounded."""
+    import ml_dtypes
+    import numpy as np
+
+    from ucformat.reading.execute import read_extents
+
+    if param.dtype not in ("float32", "bfloat16", "float16") or master.dtype != "float32":
+        return False
+    weight = list(param.weight())
+    low = np.dtype(getattr(ml_dtypes, param.dtype, param.dtype))
+    n = min(param.size, _SAMPLE)
+    for begin in dict.fromkeys((0, param.size - n)):
+        one = read_extents(
+            store, lambda _: weight, flat_boxes(param.shape, begin, begin + n), low.itemsize, "a parameter"
+        )
+        other = read_extents(
+            store, partial(_located, master, start + begin), [Box((0,), (n,))], ITEMSIZE["float32"], "a flat buffer"
+        )
+        with np.errstate(all="ignore"):
+            if np.frombuffer(other, "<f4").astype(low).tobytes() != one:
+                return False
+    return True
+
+
+def _located(flat: FlatTensor, start: int, box: Box) -> Iterable[Extent]:
+    """The extents of `box`, which begins at element `start` of a flat buffer."""
+    return flat.locate(start, start + box.size)
+
+
+def in_local(flat: FlatTensor, start: int, shape: tuple[int, ...], within: Box | None) -> Iterator[Extent]:
+    """The extents of a tensor stored in a flat buffer, as boxes of the tensor.
+
+    Args:
+        within: the box of the tensor that is read; None: all of it.
+    """
+    first, last = flat_range(shape, within)
+    unit = ITEMSIZE[flat.dtype]
+    for extent in flat.locate(start + first, start + last):
+        begin, (count,) = first + extent.box.start[0], extent.box.shape
+        if count > 1 and extent.strides != (unit,):
+            raise IntegrityError(f"{extent.file} holds a flat buffer that is not contiguous")
+        yield from flat_extents(shape, begin, begin + count, unit, extent.file, extent.offset)
+
+
+# The optimizer's format `dp_reshardable`: unnamed flat buckets, one set for each rank of a data-parallel group.
+#
+# `optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_D.bucket_idx_K.<state>`: G counts tensor-parallel ranks within
+# pipeline stages (for experts: expert-tensor ranks, within expert-parallel ones, within stages); B counts the buffers of
+# a rank's model chunks, K their buckets. The chunks that DCP lists begin and end where parameters do.
+
+_WORD_EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def _hint() -> str:
+    return (
+        "save it with --dist-ckpt-optim-fully-reshardable (or load it once in Megatron and save it so), which names "
+        f"the optimizer's tensors; weights alone: {option_text('optimizer')}"
+    )
+
+
+_Buffer = dict[int, dict[str, str]]  # the entry of each bucket and state
+
+
+@dataclass(slots=True)
+class _Model:
+    """The model: its parameters, the ranks' parts of each, and the stages."""
+
+    of: Opened
+    items: Items
+    tp: int
+    pp: int
+    whole: dict[str, ReadableTensor] = field(default_factory=dict)
+
+    def weight(self, name: str) -> ReadableTensor:
+        """The whole parameter."""
+        if name not in self.whole:
+            self.whole[name] = unstacked(Key(name, "weight"), self.of.weights[name])
+        return self.whole[name]
+
+    def regions(self, name: str, rank: int, degree: int) -> tuple[Part, ...]:
+        """The regions of a parameter that a tensor-parallel rank holds, one after another along the dim that is cut."""
+        tensor = self.weight(name)
+        boxes = sorted({b for b in tensor.boxes() if b.size})
+        cut = [d for d, n in enumerate(tensor.shape) if any(b.shape[d] != n for b in boxes)]
+        if not cut or not boxes:
+            whole = Box.whole(tensor.shape)
+            return (Part.aligned(whole, whole),)
+        if len(cut) > 1 or len(boxes) not in (degree, 2 * degree):
+            raise AmbiguousLayout(
+                f"{name} was stored as {len(boxes)} boxes by {degree} tensor-parallel ranks, which fits no sharding",
+                hint=_hint(),
+            )
+        mine = boxes[rank::degree] if len(boxes) == 2 * degree else [boxes[rank]]
+        out, at = [], 0
+        for box in mine:
+            start = [0] * len(box.shape)
+            start[cut[0]] = at
+            out.append(Part.aligned(box, Box(tuple(start), box.shape)))
+            at += box.shape[cut[0]]
+        return tuple(out)
+
+    def param(self, name: str, rank: int, degree: int) -> Param:
+        """A parameter as one rank has it."""
+        regions, tensor = self.regions(name, rank, degree), self.weight(name)
+        shape = tuple(max(r.box.stop[d] for r in regions) for d in range(len(tensor.shape)))
+
+        def weight() -> Iterator[Extent]:
+            for region in regions:
+                for e in tensor.extents(region.target):
+                    yield replace(e, box=e.box.shift(region.box.start))
+
+        return Param(name, shape, tensor.dtype, weight)
+
+
+def add_flat_states(of: Opened, items: Items, entries: Sequence[tuple[Bucket, str]], *, stacked: bool) -> None:
+    """Name the contents of the buckets, and add them to the checkpoint's.
+
+    Args:
+        stacked: whether parameters are shown stacked, which is not possible here.
+    """
+    if stacked:
+        raise AmbiguousLayout(
+            "the optimizer's states are in flat buckets, which have no stacked form",
+            hint=f"open it without `stacked`, or without the optimizer: {option_text('optimizer')}",
+        )
+    groups: dict[tuple[int, int], dict[int, _Buffer]] = {}
+    dtypes: dict[tuple[int, int, int], str] = {}
+    for b, fqn in entries:
+        buffer = groups.setdefault((b.chained, b.group), {}).setdefault(b.buffer, {})
+        buffer.setdefault(b.number, {})[b.state] = fqn
+        dtypes[b.chained, b.group, b.buffer] = re.sub(r"^\(?torch\.(\w+).*", r"\1", b.dtype)
+    chains = sorted({c for c, _ in groups})
+    dense = [g for c, g in groups if c == chains[0]]
+    tp = of.args.degree("tensor_model_parallel_size") or 1
+    pp = of.args.degree("pipeline_model_parallel_size") or max(1, len(dense) // tp)
+    if sorted(dense) != list(range(tp * pp)):
+        raise IntegrityError(
+            f"{items.meta.file} has optimizer states of the groups {sorted(dense)[:20]}, but {tp} tensor-parallel "
+            f"ranks and {pp} stages saved it",
+            hint="files of several saves are mixed, or some ranks' states are lost",
+        )
+    model = _Model(of, items, tp, pp)
+    out = _States(model)
+    stages = _stages(model, groups, dtypes, chains[0])
+    for p in range(pp):
+        for t in range(tp):
+            _add(out, groups[chains[0], p * tp + t], dtypes, (chains[0], p * tp + t), stages[p], t, tp)
+    for chain in chains[1:]:
+        _experts(out, groups, dtypes, chain, stages)
+    out.finish()
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One model chunk of a stage: its dense parameters, and its experts, in the order of the checkpoint's list."""
+
+    dense: list[str]
+    experts: list[str]
+
+
+def _stages(
+    model: _Model,
+    groups: dict[tuple[int, int], dict[int, _Buffer]],
+    dtypes: dict[tuple[int, int, int], str],
+    chain: int,
+) -> list[list[_Chunk]]:
+    """The chunks of every stage; the layers of each are those that fill the buckets of its first rank."""
+    names = list(model.of.weights)
+    stack = next((m[1] for n in names if (m := LAYER.fullmatch(n))), "")
+    layered: dict[int, list[str]] = {}
+    first: list[str] = []
+    last: list[str] = []
+    for n in names:
+        m = LAYER.fullmatch(n)
+        if m and m[1] == stack:
+            layered.setdefault(int(m[2]), []).append(n)
+        else:
+            (first if n.startswith("embedding.") else last).append(n)
+    buffers = groups[chain, 0]
+    kinds = len({dtypes[chain, 0, b] for b in buffers})
+    chunks = model.of.args.degree("virtual_pipeline_model_parallel_size") or max(1, len(buffers) // kinds)
+    total, count = len(layered), model.pp * chunks
+    tied = [] if _OUTPUT_LAYER in names or _WORD_EMBEDDING not in names or count == 1 else [_OUTPUT_LAYER]
+    stages: list[list[_Chunk]] = [[] for _ in range(model.pp)]
+    at = 0
+    joint = any(c != chain for c, _ in groups)
+    for number in range(count):
+        v, p = divmod(number, model.pp)
+        per, rest = total // count, total - at
+        tries = [rest] if number == count - 1 else [k for k in (per, *range(rest + 1)) if k <= rest]
+        for own_layers in dict.fromkeys(tries):
+            mine = [x for i in range(at, at + own_layers) for x in layered.get(i, [])]
+            own = [*(first if number == 0 else []), *mine, *((last + tied) if number == count - 1 else [])]
+            experts = [x for x in own if joint and is_expert(x)]
+            chunk = _Chunk([x for x in own if x not in set(experts)], experts)
+            if _fit(
+                model, groups[chain, p * model.tp], dtypes, (chain, p * model.tp), v, chunks, chunk.dense, 0, model.tp
+            ):
+                stages[p].append(chunk)
+                at += own_layers
+                break
+        else:
+            raise _unproved(model, f"stage {p}")
+    return stages
+
+
+def _buffers_of(
+    buffers: dict[int, _Buffer], dtypes: dict[tuple[int, int, int], str], group: tuple[int, int], v: int, chunks: int
+) -> list[tuple[str, _Buffer]]:
+    """The buffers of one of a rank's model chunks, with the dtype of their parameters."""
+    per = len(buffers) // chunks
+    return [(dtypes[(*group, b)], buffers[b]) for b in sorted(buffers)[v * per : (v + 1) * per]]
+
+
+def _fit(
+    model: _Model,
+    buffers: dict[int, _Buffer],
+    dtypes: dict[tuple[int, int, int], str],
+    group: tuple[int, int],
+    v: int,
+    chunks: int,
+    names: list[str],
+    rank: int,
+    degree: int,
+) -> list[tuple[_Buffer, list[BufferSlot]]] | None:
+    """The slots of a chunk's parameters in its buffers; None unless they fit in exactly one way."""
+    found = []
+    for dtype, buffer in _buffers_of(buffers, dtypes, group, v, chunks):
+        mine = [n for n in names if model.weight(_stored(model, n)).dtype == dtype]
+        slots = _place(model, buffer, mine, rank, degree)
+        if slots is None:
+            return None
+        found.append((buffer, slots))
+    return found
+
+
+def _stored(model: _Model, name: str) -> str:
+    """The parameter whose values this one has: the last stage's copy of a tied embedding is the embedding."""
+    return name if name in model.of.weights else _WORD_EMBEDDING
+
+
+def _place(model: _Model, buffer: _Buffer, names: list[str], rank: int, degree: int) -> list[BufferSlot] | None:
+    order = sorted(buffer)
+    masters = [_flat(model, buffer[k].get("master")) for k in order]
+    any_state = [_flat(model, next(iter(buffer[k].values()))) for k in order]
+    sizes = [f.size for f in any_state if f]
+    edges = [frozenset(_edges(model, next(iter(buffer[k].values())))) for k in order]
+
+    def proved(slot: BufferSlot) -> bool:
+        master = masters[slot.bucket]
+        return master is not None and same_values(model.of.store, slot.param, master, slot.start)
+
+    params = {n: replace(model.param(_stored(model, n), rank, degree), name=n) for n in names}
+    ways: dict[tuple[tuple[str, int, int], ...], list[BufferSlot]] = {}
+    orders = orders_of(names)
+    for listed in orders:
+        if slots := place([params[n] for n in listed], sizes, edges=edges):
+            ways.setdefault(tuple(sorted((s.param.name, s.bucket, s.start) for s in slots)), slots)
+    odd = any(unproved(params.values(), m) for m in masters if m is not None)
+    if odd and ways:  # any of them: the states whose place nothing proves are refused
+        return next(iter(ways.values()))
+    if len(ways) > 1:
+        ways = {k: slots for k, slots in ways.items() if all(map(proved, slots))}
+    if not ways:  # some are frozen
+        for listed in orders:
+            if slots := place([params[n] for n in listed], sizes, edges=edges, proved=proved):
+                ways.setdefault(tuple(sorted((s.param.name, s.bucket, s.start) for s in slots)), slots)
+    return next(iter(ways.values())) if len(ways) == 1 else None
+
+
+def _edges(model: _Model, fqn: str) -> Iterator[int]:
+    for box in model.items.meta.tensors[fqn].boxes:
+        yield from (*box.start, *box.stop)
+
+
+def _flat(model: _Model, fqn: str | None) -> FlatTensor | None:
+    if fqn is None:
+        return None
+    stored = StackedTensor(model.items, fqn, Key(fqn, "flat"))
+    if len(stored.shape) != 1:
+        raise IntegrityError(f"{fqn} is not a flat bucket: its shape is {list(stored.shape)}")
+
+    def locate(start: int, stop: int) -> Iterator[Extent]:
+        box = Box((start,), (stop - start,))
+        info = TensorInfo(fqn, "flat", stored.dtype, box.shape)
+        whole = Part.aligned(Box.whole(box.shape), box)
+        return View(info, ((info.key, whole),)).extents(lambda _, near: stored.extents(near))
+
+    return FlatTensor(stored.shape[0], stored.dtype, locate)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One rank's part of a state of a parameter; its slot is proved when it is read."""
+
+    model: _Model
+    slot: BufferSlot
+    flat: FlatTensor
+    master: FlatTensor | None
+    regions: tuple[Part, ...]
+    proved: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def extents(self, within: Box | None) -> Iterator[Extent]:
+        with self.lock:
+            if not self.proved and self.master is not None:
+                if not same_values(self.model.of.store, self.slot.param, self.master, self.slot.start):
+                    raise AmbiguousLayout(
+                        f"the optimizer's flat buckets do not hold {self.slot.param.name} at the offset in "
+                        "Megatron's order of parameters: the fp32 copy there does not match the weight",
+                        hint=_hint(),
+                    )
+                self.proved = True
+        return in_local(self.flat, self.slot.start, self.slot.param.shape, within)
+
+
+class _States:
+    """The states by parameter."""
+
+    def __init__(self, model: _Model) -> None:
+        self.model = model
+        self.found: dict[Key, list[_Piece]] = {}
+
+    def add(self, slot: BufferSlot, buffer: _Buffer, rank: int, degree: int) -> None:
+        name = slot.param.name
+        if name not in self.model.of.weights:
+            return  # a copy of the embedding, whose states are those of the embedding
+        states = buffer[sorted(buffer)[slot.bucket]]
+        regions = self.model.regions(name, rank, degree)
+        master = _flat(self.model, states.get("master"))
+        for state, fqn in states.items():
+            flat = _flat(self.model, fqn)
+            if flat is not None:
+                self.found.setdefault(Key(name, state), []).append(_Piece(self.model, slot, flat, master, regions))
+
+    def _refused(self, key: Key, pieces: Sequence[_Piece]) -> str | None:
+        """Why a state cannot be read: because of its own dtype, or because its place cannot be proved; else None."""
+        dtypes = {p.flat.dtype for p in pieces}
+        if odd := sorted(dtypes - ITEMSIZE.keys()):
+            return why_refused(odd[0])
+        if len(dtypes) > 1:
+            raise IntegrityError(f"{key} has the dtypes {', '.join(sorted(dtypes))} in the ranks' flat buckets")
+        masters = (unproved([p.slot.param], p.master) for p in pieces if p.master is not None)
+        return self.model.of.contents.refused_with(key) or next(filter(None, masters), None)
+
+    def finish(self) -> None:
+        """Add them, in the order of the weights."""
+        states = dict.fromkeys(k.state for k in self.found)
+        for name in self.model.of.weights:
+            for key in (Key(name, s) for s in states):
+                if key in self.found:
+                    pieces = self.found[key]
+                    if (reason := self._refused(key, pieces)) is not None:
+                        self.model.of.contents.refuse(key, reason)
+                        continue
+                    shape = self.model.weight(name).shape
+                    tensor = joined(key, pieces[0].flat.dtype, shape, [(p.extents, p.regions) for p in pieces])
+                    rows = self.model.of.args.rows(name, shape[0]) if shape else 0
+                    add_tensor(self.model.of.contents, tensor, rows)
+
+
+def _add(
+    out: _States,
+    buffers: dict[int, _Buffer],
+    dtypes: dict[tuple[int, int, int], str],
+    group: tuple[int, int],
+    chunks: list[_Chunk],
+    rank: int,
+    degree: int,
+    experts: Sequence[range] | None = None,
+) -> None:
+    """The states of one rank's buffers."""
+    for v, chunk in enumerate(chunks):
+        names = chunk.dense if experts is None else [n for n in chunk.experts if _number(n) in experts[0]]
+        found = _fit(out.model, buffers, dtypes, group, v, len(chunks), names, rank, degree)
+        if found is None:
+            raise _unproved(out.model, f"group {group[1]}")
+        for buffer, slots in found:
+            for slot in slots:
+                out.add(slot, buffer, rank, degree)
+
+
+def _number(name: str) -> int:
+    match = re.search(r"\.local_experts\.(\d{1,9})\.", name)
+    return int(match[1]) if match else -1
+
+
+def _experts(
+    out: _States,
+    groups: dict[tuple[int, int], dict[int, _Buffer]],
+    dtypes: dict[tuple[int, int, int], str],
+    chain: int,
+    stages: list[list[_Chunk]],
+) -> None:
+    """The states of experts, whose ranks form another mesh."""
+    model = out.model
+    numbers = {_number(n) for stage in stages for chunk in stage for n in chunk.experts}
+    mine = sorted(g for c, g in groups if c == chain)
+    ranks = len(mine) // model.pp
+    etp = model.of.args.degree("expert_tensor_parallel_size")
+    degrees = [etp] if etp else [d for d in range(1, ranks + 1) if ranks % d == 0]
+    for degree in degrees:
+        ep = ranks // degree
+        per, rest = divmod(len(numbers), ep or 1)
+        if mine != list(range(ranks * model.pp)) or rest or not numbers:
+            continue
+        trial = _States(model)
+        try:
+            for g in mine:
+                p, r = divmod(g, ranks)
+                e, t = divmod(r, degree)
+                held = [range(e * per, (e + 1) * per)]
+                _add(trial, groups[chain, g], dtypes, (chain, g), stages[p], t, degree, held)
+        except AmbiguousLayout:
+            continue
+        for key, pieces in trial.found.items():
+            out.found.setdefault(key, []).extend(pieces)
+        return
+    raise _unproved(model, "the experts")
+
+
+def _unproved(model: _Model, where: str) -> AmbiguousLayout:
+    return AmbiguousLayout(
+        f"{model.items.meta.file}: the optimizer's flat buckets (format dp_reshardable) of {where} cannot be "
+        "named: in none of Megatron's orders do the model's parameters fill them with the values of the weights",
+        hint=_hint(),
+    )

@@ -1,0 +1,286 @@
+"""Presets between Megatron's models and Hugging Face's Llama, Qwen2, Qwen3 and Mixtral, and of stacked layers.
+
+Llama: Megatron's GPT with gated MLP; Qwen2 adds biases of q, k and v, Qwen3 norms of q and k. `linear_qkv` has for each
+group its query heads, then its key, then its value; `linear_fc1` the gate, then the other half.
+
+Mixtral: files have `w1` (gate), `w3` (the other half) and `w2` of each expert; since version 5 transformers' module
+itself stacks them as `experts.gate_up_proj` and `experts.down_proj`. Megatron's experts are modules of their own
+(`local_experts.N.linear_fc1.weight`), or grouped (`linear_fc1.weightN`).
+
+Megatron's distributed checkpoints stack the parameters of all layers and experts under one name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ucformat.views.model_config import ModelConfig
+
+
+Steps = list[dict[str, Any]]
+
+LLAMA_FROM_OPTIONS = frozenset(("heads", "groups", "vocab"))
+LLAMA_TO_OPTIONS = frozenset(("heads", "groups", "local"))
+
+_M = r"decoder\.layers\.(\d+)\."
+_H = r"(?:model\.)?layers\.(\d+)\."
+_DROP_M = ["*._extra_state", "*rotary_pos_emb.inv_freq"]
+_DROP_H = ["*rotary_emb.inv_freq"]
+_RENAMES = (
+    ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    ("decoder.final_layernorm.weight", "model.norm.weight"),
+    ("output_layer.weight", "lm_head.weight"),
+)
+
+
+def attention_from_megatron(config: ModelConfig, second_norm: str) -> Steps:
+    """The steps from Megatron for everything except the MLP."""
+    config.check_megatron()
+    vocab, group = config.given("vocab"), config.heads // config.groups
+    steps: Steps = [{"drop": _DROP_M}]
+    if vocab is not None:
+        steps.append({"trim": ["embedding.word_embeddings.weight", "output_layer.weight"], "size": vocab})
+    return [
+        *steps,
+        *({"rename": a, "to": b} for a, b in _RENAMES),
+        {
+            "rename": f"/{_M}(?:input_layernorm\\.|self_attention\\.linear_qkv\\.layer_norm_)(weight)/",
+            "to": r"model.layers.\1.input_layernorm.\2",
+        },
+        {
+            "rename": f"/{_M}(?:pre_mlp_layernorm\\.|mlp\\.linear_fc1\\.layer_norm_)(weight)/",
+            "to": rf"model.layers.\1.{second_norm}.\2",
+        },
+        {
+            "split": f"/{_M}self_attention\\.linear_qkv\\.(weight|bias)/",
+            "into": [rf"model.layers.\1.self_attn.{x}_proj.\2" for x in "qkv"],
+            "sizes": [group, 1, 1],
+            "repeat": config.groups,
+        },
+        {
+            "rename": f"/{_M}self_attention\\.([qk])_layernorm\\.(weight)/",
+            "to": r"model.layers.\1.self_attn.\2_norm.\3",
+        },
+        {
+            "rename": f"/{_M}self_attention\\.linear_proj\\.(weight|bias)/",
+            "to": r"model.layers.\1.self_attn.o_proj.\2",
+        },
+    ]
+
+
+def megatron_to_llama(config: ModelConfig) -> Steps:
+    """The steps from Megatron's names and shapes to Hugging Face's."""
+    return [
+        *attention_from_megatron(config, "post_attention_layernorm"),
+        {
+            "split": f"/{_M}mlp\\.linear_fc1\\.(weight|bias)/",
+            "into": [rf"model.layers.\1.mlp.{x}_proj.\2" for x in ("gate", "up")],
+        },
+        {"rename": f"/{_M}mlp\\.linear_fc2\\.(weight|bias)/", "to": r"model.layers.\1.mlp.down_proj.\2"},
+    ]
+
+
+def attention_to_megatron(config: ModelConfig, second_norm: str, *, own_norm: bool) -> Steps:
+    """The steps to Megatron for everything except the MLP."""
+    local = config.flag("local")
+    first = "input_layernorm." if local else "self_attention.linear_qkv.layer_norm_"
+    second = "pre_mlp_layernorm." if local or own_norm else "mlp.linear_fc1.layer_norm_"
+    return [
+        {"drop": _DROP_H},
+        *({"rename": b if b.startswith("lm_head") else f"/(?:model\\.)?{_plain(b)}/", "to": a} for a, b in _RENAMES),
+        {"rename": f"/{_H}input_layernorm\\.(weight)/", "to": rf"decoder.layers.\1.{first}\2"},
+        {"rename": f"/{_H}{second_norm}\\.(weight)/", "to": rf"decoder.layers.\1.{second}\2"},
+        {
+            "fuse": f"/({_H}self_attn\\.)q_proj\\.(weight|bias)/",
+            "and": [r"\1k_proj.\3", r"\1v_proj.\3"],
+            "into": r"decoder.layers.\2.self_attention.linear_qkv.\3",
+            "repeat": config.groups,
+        },
+        {
+            "rename": f"/{_H}self_attn\\.([qk])_norm\\.(weight)/",
+            "to": r"decoder.layers.\1.self_attention.\2_layernorm.\3",
+        },
+        {
+            "rename": f"/{_H}self_attn\\.o_proj\\.(weight|bias)/",
+            "to": r"decoder.layers.\1.self_attention.linear_proj.\2",
+        },
+    ]
+
+
+def llama_to_megatron(config: ModelConfig) -> Steps:
+    """The steps from Hugging Face's names and shapes to Megatron's."""
+    return [
+        *attention_to_megatron(config, "post_attention_layernorm", own_norm=False),
+        {
+            "fuse": f"/({_H}mlp\\.)gate_proj\\.(weight|bias)/",
+            "and": [r"\1up_proj.\3"],
+            "into": r"decoder.layers.\2.mlp.linear_fc1.\3",
+        },
+        {"rename": f"/{_H}mlp\\.down_proj\\.(weight|bias)/", "to": r"decoder.layers.\1.mlp.linear_fc2.\2"},
+    ]
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("model.").replace(".", r"\.")
+
+
+MIXTRAL_FROM_OPTIONS = LLAMA_FROM_OPTIONS | {"fused"}
+MIXTRAL_TO_OPTIONS = LLAMA_TO_OPTIONS | {"grouped"}
+
+_MOE_M = r"decoder\.layers\.(\d+)\.mlp\."
+_MOE = r"(?:model\.)?layers\.(\d+)\.(?:block_sparse_moe|mlp)\."
+_GROUPED = {
+    "rename": f"/({_MOE_M}experts\\.)(linear_fc[12])\\.weight(\\d+)/",
+    "to": r"decoder.layers.\2.mlp.experts.local_experts.\4.\3.weight",
+}
+
+
+def megatron_to_mixtral(config: ModelConfig) -> Steps:
+    """The steps from Megatron's names and shapes to Mixtral's files, or with the option `fused` to its module."""
+    steps = [*attention_from_megatron(config, "post_attention_layernorm"), _GROUPED]
+    if config.flag("fused"):
+        stack = f"/{_MOE_M}experts\\.local_experts\\.(?P<i>\\d+)\\.linear_fc%d\\.weight/"
+        return [
+            *steps,
+            {"rename": f"/{_MOE_M}router\\.weight/", "to": r"model.layers.\1.mlp.gate.weight"},
+            {"stack": stack % 1, "into": r"model.layers.\1.mlp.experts.gate_up_proj"},
+            {"stack": stack % 2, "into": r"model.layers.\1.mlp.experts.down_proj"},
+        ]
+    expert = r"model.layers.\1.block_sparse_moe.experts.\2.%s.weight"
+    return [
+        *steps,
+        {"rename": f"/{_MOE_M}router\\.weight/", "to": r"model.layers.\1.block_sparse_moe.gate.weight"},
+        {
+            "split": f"/{_MOE_M}experts\\.local_experts\\.(\\d+)\\.linear_fc1\\.weight/",
+            "into": [expert % "w1", expert % "w3"],
+        },
+        {"rename": f"/{_MOE_M}experts\\.local_experts\\.(\\d+)\\.linear_fc2\\.weight/", "to": expert % "w2"},
+    ]
+
+
+def mixtral_to_megatron(config: ModelConfig) -> Steps:
+    """The steps from Mixtral's names and shapes, of its files or of its module, to Megatron's."""
+    local = r"decoder.layers.\%d.mlp.experts.local_experts.%s.linear_fc%d.weight"
+    steps: Steps = [
+        *attention_to_megatron(config, "post_attention_layernorm", own_norm=True),
+        {"rename": f"/{_MOE}gate\\.weight/", "to": r"decoder.layers.\1.mlp.router.weight"},
+        {"unstack": f"/{_MOE}experts\\.gate_up_proj/", "into": local % (1, "{i}", 1)},
+        {"unstack": f"/{_MOE}experts\\.down_proj/", "into": local % (1, "{i}", 2)},
+        {
+            "fuse": f"/({_MOE}experts\\.(\\d+)\\.)w1\\.weight/",
+            "and": [r"\1w3.weight"],
+            "into": local % (2, r"\3", 1),
+        },
+        {"rename": f"/{_MOE}experts\\.(\\d+)\\.w2\\.weight/", "to": local % (1, r"\2", 2)},
+    ]
+    if config.flag("grouped"):
+        grouped = f"/({_MOE_M}experts\\.)local_experts\\.(\\d+)\\.(linear_fc[12])\\.weight/"
+        steps.append({"rename": grouped, "to": r"decoder.layers.\2.mlp.experts.\4.weight\3"})
+    return steps
+
+
+def stack_layers(_: ModelConfig) -> Steps:
+    """The steps that stack all experts, and then all layers, into one tensor."""
+    return [
+        {"stack": r"/(.*\.experts)\.local_experts\.(?P<i>\d+)\.(.*)/", "into": r"\1.experts.\3"},
+        {"stack": r"/((?:.*\.)?layers)\.(?P<i>\d+)\.(.*)/", "into": r"\1.\3"},
+    ]
+
+
+def unstack_layers(_: ModelConfig) -> Steps:
+    """The steps that reverse `stack_layers`."""
+    return [
+        {"unstack": r"/((?:.*\.)?layers)\.(?!\d+\.)(.*)/", "into": r"\1.{i}.\2"},
+        {"unstack": r"/(.*\.experts)\.experts\.(?!\d+\.)(.*)/", "into": r"\1.local_experts.{i}.\2"},
+    ]
+
+
+# Presets between Megatron's GPT and Hugging Face's GPT-2, whose `Conv1D` has transposed weights.
+#
+# `c_attn` has all queries, then all keys, then all values; Megatron's `linear_qkv` has these for each head in turn.
+
+GPT2_FROM_OPTIONS = frozenset(("heads", "vocab"))
+GPT2_TO_OPTIONS = frozenset(("heads", "local"))
+
+_GPT2_H = r"(?:transformer\.)?h\.(\d+)\."
+_TOP = (
+    ("embedding.word_embeddings.weight", "wte.weight"),
+    ("embedding.position_embeddings.weight", "wpe.weight"),
+    ("decoder.final_layernorm.weight", "ln_f.weight"),
+    ("decoder.final_layernorm.bias", "ln_f.bias"),
+)
+_LAYER = (
+    (r"self_attention.linear_proj.", "attn.c_proj."),
+    (r"mlp.linear_fc1.", "mlp.c_fc."),
+    (r"mlp.linear_fc2.", "mlp.c_proj."),
+)
+_TURNED = r"/(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight/"
+
+
+def megatron_to_gpt2(config: ModelConfig) -> Steps:
+    """The steps from Megatron's names and shapes to Hugging Face's."""
+    config.check_megatron()
+    steps: Steps = [{"drop": ["*._extra_state"]}]
+    if (vocab := config.given("vocab")) is not None:
+        steps.append({"trim": ["embedding.word_embeddings.weight", "output_layer.weight"], "size": vocab})
+    part = r"transformer.h.\1.attn.%s.\2"
+    return [
+        *steps,
+        *({"rename": a, "to": f"transformer.{b}"} for a, b in _TOP),
+        {"rename": "output_layer.weight", "to": "lm_head.weight"},
+        {
+            "rename": f"/{_M}(?:input_layernorm\\.|self_attention\\.linear_qkv\\.layer_norm_)(weight|bias)/",
+            "to": r"transformer.h.\1.ln_1.\2",
+        },
+        {
+            "rename": f"/{_M}(?:pre_mlp_layernorm\\.|mlp\\.linear_fc1\\.layer_norm_)(weight|bias)/",
+            "to": r"transformer.h.\1.ln_2.\2",
+        },
+        {
+            "split": f"/{_M}self_attention\\.linear_qkv\\.(weight|bias)/",
+            "into": [part % x for x in ("query", "key", "value")],
+            "repeat": config.heads,
+        },
+        {
+            "fuse": r"/(transformer\.h\.\d+\.attn\.)query\.(weight|bias)/",
+            "and": [r"\1key.\2", r"\1value.\2"],
+            "into": r"\1c_attn.\2",
+        },
+        *({"rename": f"/{_M}{_plain_gpt2(a)}(weight|bias)/", "to": rf"transformer.h.\1.{b}\2"} for a, b in _LAYER),
+        {"transpose": _TURNED},
+    ]
+
+
+def gpt2_to_megatron(config: ModelConfig) -> Steps:
+    """The steps from Hugging Face's names and shapes to Megatron's."""
+    local = config.flag("local")
+    first = "input_layernorm." if local else "self_attention.linear_qkv.layer_norm_"
+    second = "pre_mlp_layernorm." if local else "mlp.linear_fc1.layer_norm_"
+    part = r"\1%s.\2"
+    return [
+        {"drop": [f"/{_GPT2_H}attn\\.(?:masked_)?bias/"]},
+        {"transpose": _TURNED},
+        *({"rename": f"/(?:transformer\\.)?{_plain_gpt2(b)}/", "to": a} for a, b in _TOP),
+        {"rename": "lm_head.weight", "to": "output_layer.weight"},
+        {"rename": f"/{_GPT2_H}ln_1\\.(weight|bias)/", "to": rf"decoder.layers.\1.{first}\2"},
+        {"rename": f"/{_GPT2_H}ln_2\\.(weight|bias)/", "to": rf"decoder.layers.\1.{second}\2"},
+        {
+            "split": r"/((?:transformer\.)?h\.\d+\.attn\.)c_attn\.(weight|bias)/",
+            "into": [part % x for x in ("query", "key", "value")],
+        },
+        {
+            "fuse": f"/({_GPT2_H}attn\\.)query\\.(weight|bias)/",
+            "and": [r"\1key.\3", r"\1value.\3"],
+            "into": r"decoder.layers.\2.self_attention.linear_qkv.\3",
+            "repeat": config.heads,
+        },
+        *(
+            {"rename": f"/{_GPT2_H}{_plain_gpt2(b)}(weight|bias)/", "to": rf"decoder.layers.\1.{a}\2"}
+            for a, b in _LAYER
+        ),
+    ]
+
+
+def _plain_gpt2(name: str) -> str:
+    return name.replace(".", r"\.")

@@ -1,0 +1,1 @@
+"""Orbax and Zarr."""

@@ -1,0 +1,1 @@
+"""PyTorch: torch.save and torch.distributed.checkpoint."""

@@ -1,0 +1,153 @@
+"""The source for files of `torch.save`, and which files of a folder are its checkpoint."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import UnsupportedError, UsageError
+from ucformat.sources.base import PickleOptions, Source, groups_by_optimizer, option
+from ucformat.sources.model_files import complete_shards, file_assets, file_sets, find_assets, root_files
+from ucformat.sources.parts import parts_of_one
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucformat.sources.model_files import FileSet
+    from ucformat.sources.torch_save import OpenTorchSave
+    from ucformat.storage.base import Store
+
+__all__ = ["TorchSave", "choose_files"]
+
+_INDEX = ".bin.index.json"
+
+_MAX_PROBED = 10  # files whose first bytes are read to recognise a folder
+_MAX_NAMED = 10
+_HEAD = 256  # bytes of a file that are read to recognise it
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
+_INNER = re.compile(r"\.(pt|pth|ckpt|bin)[-._]")  # an ending with more behind it: `model.pt.rank0`
+_ITEMS = ".distcp"  # several archives, one after another
+_PROGRAMS = (".pt", ".pth", ".pth.tar")
+_ODD = (".pkl", ".tar", ".model", ".state", ".weights", ".chkpt", ".torch")  # endings that people give to such files
+_MODEL = re.compile(r"pytorch_model(-\d{5,}-of-\d{5,})?\.bin|adapter_model\.bin|consolidated\.\d+\.pth")
+_RANK_FILE = re.compile(r"consolidated\.(\d+)\.pth")
+_OTHER_FILE = re.compile(
+    r"(training_args|optimizer|distrib_optim|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict|"
+    r"custom_checkpoint)[_\d]*\.\w+"
+)
+_ATOM = re.compile(r"(fp32|exp_avg|exp_avg_sq|step|optimizer_state)\.pt")  # of DeepSpeed's universal format
+_PICKLE = re.compile(rb"[^/]+/data\.pkl")
+_ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchSaveOptions(PickleOptions):
+    """The options of `TorchSave`."""
+
+    groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = option(
+        None,
+        "document",
+        "the parameters of each group, in order, by the path of an optimizer (`optimizer`); if there is only one, its "
+        "groups suffice",
+    )
+
+
+class TorchSave(Source):
+    """Recognises and opens files of torch.save: a single one, or that of a folder."""
+
+    kind = "torch_save"
+    title = "torch.save"
+    options_type = TorchSaveOptions
+    options: TorchSaveOptions
+
+    def is_marker(self, name: str) -> bool:
+        """Whether the file is named as a model's, or as a checkpoint of some program."""
+        if _is_named_as_model(name):
+            return True
+        return name.endswith(_PROGRAMS) and not (_OTHER_FILE.fullmatch(name) or _ATOM.fullmatch(name))
+
+    def find(self, store: Store) -> bool:
+        """Whether the folder has a file of torch.save; reads the first bytes of files whose names allow it."""
+        return any(_candidates(store, root_files(store), _MAX_PROBED))
+
+    def open(self, store: Store) -> OpenTorchSave:
+        """Open the only checkpoint of a folder."""
+        from ucformat.sources.torch_save import OpenTorchSave
+
+        infos = root_files(store)
+        groups, part = groups_by_optimizer(self.options.groups), self.options.part is True
+        keys, index = choose_files(list(_candidates(store, infos)), store.url, part=part)
+        assets = find_assets(infos.values(), keys)
+        return OpenTorchSave(store, keys, index, self.options.allow, groups, assets, part=part)
+
+    def find_file(self, store: Store, key: str) -> bool:
+        """Whether the file begins as torch's files do, or is named as a model's."""
+        return not key.endswith(_ITEMS) and _looks_like_torch_save(store, key)
+
+    def open_file(self, store: Store, key: str) -> OpenTorchSave:
+        """Open a single file, or an index with its shards."""
+        from ucformat.sources.torch_save import OpenTorchSave
+
+        index = key if key.endswith(_INDEX) else None
+        groups, part = groups_by_optimizer(self.options.groups), self.options.part is True
+        keys, assets = [] if index else [key], file_assets(store, key)
+        return OpenTorchSave(store, keys, index, self.options.allow, groups, assets, folder=key, part=part)
+
+
+def _is_named_as_model(name: str) -> bool:
+    """Whether the file is named as a model's."""
+    return _MODEL.fullmatch(name) is not None or name.endswith((_INDEX, ".ckpt"))
+
+
+def _looks_like_torch_save(store: Store, key: str) -> bool:
+    """Whether a file begins as torch's do, or is named as a model's."""
+    if _is_named_as_model(key):
+        return True
+    head = store.read(key, 0, min(_HEAD, store.info(key).size))
+    if head.startswith(_LEGACY):
+        return True
+    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]  # the name of an archive's first file
+    return head.startswith(_ZIP) and (key.endswith(_SUFFIXES) or _PICKLE.fullmatch(first) is not None)
+
+
+def _candidates(store: Store, names: Mapping[str, Any], most: int | None = None) -> Iterator[str]:
+    """The files of a folder that may be its checkpoint, the most likely first; checks at most `most` of them."""
+    here = [n for n in names if "/" not in n and not _OTHER_FILE.fullmatch(n)]
+    own = [n for n in here if n.endswith((*_SUFFIXES, _INDEX))]
+    likely = sorted(own, key=lambda n: (not n.endswith(_INDEX), not _MODEL.fullmatch(n), n))
+    found = 0
+    for name in likely[:most]:
+        if name.endswith(_INDEX) or _looks_like_torch_save(store, name):
+            found += 1
+            yield name
+    if not found:
+        plain = [n for n in here if "." not in n or n.endswith(_ODD) or _INNER.search(n)]
+        yield from (n for n in sorted(plain)[:_MAX_PROBED] if _looks_like_torch_save(store, n))
+
+
+def choose_files(names: Sequence[str], url: str, *, part: bool = False) -> FileSet:
+    """Choose the checkpoint among the files of a folder.
+
+    Returns:
+        the files, and the key of their index or None.
+    """
+    parts = [n for n in names if _RANK_FILE.fullmatch(n)]
+    if len(parts) > 1:
+        raise UnsupportedError(
+            f"{url} holds a model sharded across {len(parts)} ranks ({parts[0]} to {parts[-1]}), and no file says how",
+            hint="convert it with the tool of its authors (for Llama: transformers' convert_llama_weights_to_hf.py)",
+        )
+    sets = file_sets(names, _INDEX)
+    usual = [n for n in sets if n.startswith("pytorch_model") or n == "adapter_model.bin"]
+    chosen = list(sets) if len(sets) == 1 else usual
+    if len(chosen) != 1:
+        if (error := parts_of_one(sets, url)) is not None:
+            raise error
+        more = f" and {len(sets) - _MAX_NAMED} more" if len(sets) > _MAX_NAMED else ""
+        raise UsageError(
+            f"{url} holds several files of torch.save: {', '.join(list(sets)[:_MAX_NAMED])}{more}",
+            hint=f"open one of them: {url}/{next(iter(sets))}",
+        )
+    files, index = sets[chosen[0]]
+    return complete_shards(files, part=part), index

@@ -1,0 +1,116 @@
+"""torchtitan's own trainer: the checkpoint manager that a configuration names (docs/guides/torchtitan.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable  # noqa: TC003 - tyro resolves the annotations
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from torchtitan.components.checkpointer import BaseCheckpointManager
+
+from ucformat.engines.torchtitan.live import CheckpointManager
+from ucformat.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["UniversalCheckpointManager"]
+
+#: Options of torchtitan that would change what is stored, the values that are supported, and what to do instead.
+_FIXED = {
+    "initial_load_in_hf": (False, "convert the files by a view, and set initial_load_path to the result"),
+    "initial_load_in_hf_quantized": (False, "convert the files by a view, and set initial_load_path to the result"),
+    "last_save_in_hf": (False, "export the last checkpoint: ucp export safetensors SRC DST --view …"),
+    "export_dtype": ("float32", "export the last checkpoint: ucp export safetensors SRC DST --cast …"),
+}
+
+
+class UniversalCheckpointManager(BaseCheckpointManager):
+    """A checkpoint manager of torchtitan that saves universal checkpoints.
+
+        Trainer.Config(checkpoint=UniversalCheckpointManager.Config(enable=True, interval=500), …)
+
+    All checkpoints contain the full state, also the last: weights alone can be loaded from any of them.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """torchtitan's options of checkpoints, and these.
+
+        Attributes:
+            async_mode: `disabled` blocks until the checkpoint is committed; the others save in the background.
+            form: as for `ucformat.torch.save`.
+            run: name of the training run, for the catalog.
+            merge_dataloader: `merge` of `PerRank` for the data loader, with which another number of ranks loads it. It
+                is a function, and so no option of the command line.
+        """
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+        form: Literal["zarr", "packed", "safetensors"] = "zarr"
+        run: str | None = None
+        merge_dataloader: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
+
+        def __post_init__(self) -> None:
+            BaseCheckpointManager.Config.__post_init__(self)
+            for name, (supported, hint) in _FIXED.items():
+                if getattr(self, name) != supported:
+                    raise UsageError(f"checkpoint.{name}={getattr(self, name)!r} is not supported", hint=hint)
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any = None,  # noqa: ARG002 - names of Hugging Face, which exports need only
+        base_folder: str = "",
+    ) -> None:
+        self.enable = config.enable
+        self.save_future: Future[None] = Future()  # not None, for which torchtitan would not wait
+        if not self.enable:
+            return
+        self._manager = CheckpointManager(
+            _joined(base_folder, config.folder),
+            model_parts=model_parts,
+            optimizers=optimizers,
+            lr_schedulers=lr_schedulers,
+            dataloader=dataloader,
+            states=states,
+            interval=config.interval,
+            enable_first_step_checkpoint=config.enable_first_step_checkpoint,
+            keep_latest_k=config.keep_latest_k,
+            async_mode=config.async_mode,
+            load_only=config.load_only,
+            exclude_from_loading=config.exclude_from_loading,
+            initial_load_path=config.initial_load_path,
+            initial_load_model_only=config.initial_load_model_only,
+            form=config.form,
+            run=config.run,
+            merge_dataloader=config.merge_dataloader,
+        )
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - as torchtitan calls it
+        return self._manager.save(curr_step, last_step)
+
+    def _load(self, step: int = -1) -> bool:
+        return self._manager.load(step)
+
+    def _maybe_wait_for_staging(self) -> None:
+        self._manager.maybe_wait_for_staging()
+
+    def _wait_for_saving(self) -> None:
+        self._manager.maybe_wait_for_saving()
+
+    def _close(self) -> None:
+        self._manager.close()
+
+
+def _joined(base: str, folder: str) -> str:
+    """A folder below another, which may be a URL."""
+    return folder if "://" in folder or not base else f"{base.rstrip('/')}/{PurePosixPath(folder)}"

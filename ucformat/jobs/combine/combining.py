@@ -1,0 +1,477 @@
+"""Averages of checkpoints: with weights, with those of a metric in the catalog, or exponentially along a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ucformat.checkpoint import Checkpoint
+from ucformat.errors import NotFound, UsageError
+from ucformat.format.commit import begin, commit
+from ucformat.format.universal import Universal
+from ucformat.jobs.combine.formulas import ema_weights, softmax_weights
+from ucformat.jobs.combine.job import Combination, CombineJob
+from ucformat.jobs.combine.lora import Lora
+from ucformat.jobs.combine.methods import Average, Dare, Slerp, TaskArithmetic, Ties
+from ucformat.jobs.convert import write
+from ucformat.jobs.finished import discard_finished
+from ucformat.jobs.record import lineage_to, record_commits
+from ucformat.jobs.shards import How
+from ucformat.jobs.where import Where
+from ucformat.reading.readable import PART_OF
+from ucformat.references import expand_references, open_catalog, open_reference
+from ucformat.settings import allowed_roots
+from ucformat.storage.url import as_store, as_strings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ucformat.jobs.combine.methods import Method
+    from ucformat.storage.base import Store
+
+
+__all__ = ["average", "plan_average"]
+
+record_commits()  # on import, because `format` does not depend on the catalog
+
+_METRIC = "metric."
+
+
+def average(
+    sources: Place | Iterable[Place],
+    dst: str | PathLike[str] | Store,
+    *,
+    weights: Sequence[float] | None = None,
+    by: str | None = None,
+    best: Literal["min", "max"] | None = None,
+    temperature: float | None = None,
+    ema: float | None = None,
+    states: str | Iterable[str] | None = None,
+    take: str | Iterable[str] = (),
+    cast: str | None = None,
+    chunk_bytes: int | None = None,
+    shard_bytes: int | None = None,
+    overwrite: bool = False,
+    workers: int | None = None,
+    run: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    verify: bool = True,
+    on: str = "threads",
+    progress: Callable[[int, int], None] | None = None,
+) -> Checkpoint:
+    """Write the weighted mean of checkpoints as a new checkpoint, and commit it.
+
+    Means are computed in float64, block by block, and rounded once, to the dtype of the first checkpoint. Resumable as
+    `convert`. Memory: less than 128 MiB for each worker, whatever the number of checkpoints and the sizes of tensors.
+
+    Args:
+        sources: the checkpoints, or their paths, urls or references; `run7@1000..2000` are all of a run in a range of
+            steps. They have the same tensors. What is not a tensor is that of the first.
+        dst: the path, url or store of the new checkpoint.
+        weights: a weight for each checkpoint; they are divided by their sum (default: equal weights).
+        by: instead of weights, a metric in the catalog, such as `metric.val_loss`: the weights are the softmax of its
+            values, with the sign that `best` gives them.
+        best: with `by`, whether the least (`min`) or the greatest (`max`) value is the best.
+        temperature: with `by`, the values are divided by it (default 1): the lower, the more the best one weighs.
+        ema: instead of weights, the decay d of an exponential moving average in order of steps: e₀ = x₀,
+            eₜ = d eₜ₋₁ + (1 - d) xₜ.
+        states: the state, or states, to average (default: `weight`, or `master` where only that is stored). Optimizer
+            states are averaged only if they are listed here.
+        take: globs or `/regex/`es of names: these tensors are taken from the first checkpoint as they are.
+        cast: the dtype of the means (default: that of the first checkpoint).
+        chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
+        shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
+        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
+        workers: shards written at once (default: one for each core; for object stores eight at least).
+        run: the name of the run, for the catalog (default: none, so that it takes that of the folder).
+        metrics: measured numbers by name.
+        verify: compare the bytes that are read with the checksums in the files of the checkpoints.
+        on: where shards are written, as for `convert`.
+        progress: called with the bytes done and the bytes in all.
+
+    Raises:
+        NotFinished: this process has done its part, and another one commits.
+        NotFound: a checkpoint is in no catalog, with `by`.
+        UsageError: the checkpoints differ in more than values; the message lists the tensors. Or weights, metrics or
+            steps are missing, or are no finite numbers.
+        ChecksumError: a checkpoint is damaged; the message names file, record and tensors.
+        Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed since it was opened.
+    """
+    how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
+    planned = plan_average(
+        sources,
+        weights=weights,
+        by=by,
+        best=best,
+        temperature=temperature,
+        ema=ema,
+        states=states,
+        take=take,
+        cast=cast,
+    )
+    return planned.write(dst, how, overwrite=overwrite, run=run, metrics=metrics)
+
+
+def plan_average(
+    sources: Place | Iterable[Place],
+    *,
+    weights: Sequence[float] | None = None,
+    by: str | None = None,
+    best: Literal["min", "max"] | None = None,
+    temperature: float | None = None,
+    ema: float | None = None,
+    states: str | Iterable[str] | None = None,
+    take: str | Iterable[str] = (),
+    cast: str | None = None,
+) -> Planned:
+    """Plan an average; reads no tensors, and writes nothing."""
+    chosen = None if states is None else as_strings(states)
+    _check_options(weights, by, best, temperature, ema)
+    given, opened = open_inputs(sources)
+    if len(opened) < 2:
+        raise UsageError(
+            f"an average needs two checkpoints or more, and {len(opened)} is given",
+            hint="ucp average REF REF … DST; run7@1000..2000 are all checkpoints of a run in a range of steps",
+        )
+    if by is not None and best is not None:
+        found = _by_metric(given, opened, by, best, 1.0 if temperature is None else temperature)
+    elif ema is not None:
+        found = _along_a_run(opened, ema)
+    else:
+        found = _Weighted(opened, checked_weights(weights, len(opened)), [{}] * len(opened))
+    total = math.fsum(found.weights)
+    if not total or not math.isfinite(1 / total):
+        raise UsageError("the weights add up to 0, so there is no mean", hint="give weights whose sum is not 0")
+    if chosen is not None and min(found.weights) / total < 0 and not {"weight", "master"}.issuperset(chosen):
+        raise UsageError(
+            "optimizer states are averaged with weights of 0 or more: second moments must not become negative",
+            hint="average the weights alone, without `states`",
+        )
+    combination = Combination(found.sources, Average(weights=found.weights), chosen, as_strings(take), cast)
+    return Planned(combination, "average", found.about)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighted:
+    """Inputs with their weights, and what the lineage says of the origin of each weight."""
+
+    sources: Sequence[Checkpoint]
+    weights: tuple[float, ...]
+    about: Sequence[Mapping[str, Any]]
+
+
+def _check_options(
+    weights: Sequence[float] | None, by: str | None, best: str | None, temperature: float | None, ema: float | None
+) -> None:
+    given = [name for name, value in (("weights", weights), ("by", by), ("ema", ema)) if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} exclude each other: each of them gives the weights")
+    if by is None and (best is not None or temperature is not None):
+        raise UsageError(
+            "a direction and a temperature are those of a metric", hint="name it: --by metric.val_loss (by=)"
+        )
+    if by is not None and not by.removeprefix(_METRIC):
+        raise UsageError("no metric is named", hint="write metric.NAME, such as metric.val_loss")
+    if by is not None and not by.startswith(_METRIC):
+        raise UsageError(f"{by!r} is not a metric", hint=f"write metric.NAME, such as {_METRIC}{by}")
+    if by is not None and best not in ("min", "max"):
+        raise UsageError(
+            f"whether less or more of {by} is better is not known", hint="--min or --max (best='min', best='max')"
+        )
+    if temperature is not None and not (math.isfinite(temperature) and temperature > 0):
+        raise UsageError(f"the temperature must be a finite number above 0, not {temperature}")
+    if ema is not None and not 0 <= ema < 1:
+        raise UsageError(f"the decay of a moving average is from 0 to below 1, not {ema}")
+
+
+def _by_metric(
+    given: Sequence[Place], opened: Sequence[Checkpoint], by: str, best: str, temperature: float
+) -> _Weighted:
+    name, values = by.removeprefix(_METRIC), []
+    with open_catalog(str(given[0])) as catalog:
+        for place, ck in zip(given, opened, strict=True):
+            try:
+                entry = catalog.get(Checkpoint(ck.origin).id if isinstance(place, Checkpoint) else str(place))
+            except NotFound as error:
+                raise NotFound(
+                    f"the metric {name} of {ck.home} is not known: {error.message}",
+                    hint=f"`ucp register {ck.home}` records it in the catalog",
+                ) from None
+            value = entry.metrics.get(name)
+            if value is None or not math.isfinite(value):
+                what = "has no metric" if value is None else f"has the value {value} of the metric"
+                raise UsageError(
+                    f"the checkpoint {entry.name} ({ck.home}) {what} {name}, so it has no weight",
+                    hint=f"leave it out, or set it: ucp metric {entry.id[:12]} {name}=VALUE",
+                )
+            values.append(value)
+    sign = -1 if best == "min" else 1
+    weights = softmax_weights([sign * value for value in values], temperature)
+    about = [{"by": by, "best": best, "temperature": temperature, name: value} for value in values]
+    return _Weighted(opened, tuple(weights), about)
+
+
+def _along_a_run(opened: Sequence[Checkpoint], decay: float) -> _Weighted:
+    steps: dict[int, Checkpoint] = {}
+    for ck in opened:
+        step = ck.metadata.step
+        if step is None:
+            raise UsageError(
+                f"{ck.home} has no step, so it has no place in a moving average", hint="leave it out, or give weights"
+            )
+        if step in steps:
+            raise UsageError(
+                f"{steps[step].home} and {ck.home} are both of step {step}, and have no order",
+                hint="leave out one of them",
+            )
+        steps[step] = ck
+    ordered = sorted(steps)
+    return _Weighted(
+        [steps[step] for step in ordered],
+        tuple(ema_weights(decay, len(ordered))),
+        [{"ema": decay, "step": step} for step in ordered],
+    )
+
+
+# Merges of models by task arithmetic, slerp, TIES and DARE, and of LoRA adapters into their base.
+
+__all__ = ["merge", "plan_merge"]
+
+record_commits()  # on import, because `format` does not depend on the catalog
+
+#: The parameters that each method takes, and their defaults; None: it must be given.
+_TAKES: dict[str, dict[str, Any]] = {
+    "task-arithmetic": {"base": None, "weights": (), "scale": 1.0},
+    "slerp": {"t": 0.5},
+    "ties": {"base": None, "weights": (), "scale": 1.0, "density": 0.2},
+    "dare": {"base": None, "weights": (), "scale": 1.0, "density": None, "seed": None},
+    "lora": {"base": None, "weights": ()},
+}
+
+
+def merge(
+    method: str,
+    sources: Place | Iterable[Place],
+    dst: str | PathLike[str] | Store,
+    *,
+    base: Place | None = None,
+    weights: Sequence[float] | None = None,
+    scale: float | None = None,
+    density: float | None = None,
+    t: float | None = None,
+    seed: int | None = None,
+    states: str | Iterable[str] | None = None,
+    take: str | Iterable[str] = (),
+    cast: str | None = None,
+    chunk_bytes: int | None = None,
+    shard_bytes: int | None = None,
+    overwrite: bool = False,
+    workers: int | None = None,
+    run: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    verify: bool = True,
+    on: str = "threads",
+    progress: Callable[[int, int], None] | None = None,
+) -> Checkpoint:
+    """Merge models, or LoRA adapters and their base, into a new checkpoint, and commit it.
+
+    The formulas are those of `ucformat.jobs.combine.formulas`, with b the base, x the sources, w their weights and λ
+    the scale, computed in float64, block by block, and rounded once. Resumable as `convert`. Memory: less than 128 MiB
+    for each worker, whatever the number of sources and the sizes of tensors.
+
+    Args:
+        method: `task-arithmetic`, `b + λ Σ w (x - b)`; `slerp` of exactly two sources; `ties`, which trims the
+            differences from the base, elects a sign for each element, and takes the mean of those that have it; `dare`,
+            task arithmetic of which random elements are dropped, and the others rescaled; `lora`, the base with the
+            adapters of PEFT that the sources are.
+        sources: the checkpoints, or their paths, urls or references; `run7@1000..2000` are all of a run in a range of
+            steps. They have the tensors of the base.
+        dst: the path, url or store of the new checkpoint.
+        base: what the sources were fine-tuned from; all methods but slerp need it. What is not a tensor is that of the
+            base, of slerp that of the first source.
+        weights: a weight for each source (default: 1 for each).
+        scale: the factor λ of all differences (default 1).
+        density: the share of elements to keep: of ties those with the greatest magnitudes (default 0.2), of dare random
+            ones (1 minus the probability of dropping one; it must be given).
+        t: of slerp, 0 for the first source, 1 for the second (default 0.5).
+        seed: of dare; the elements that are dropped depend only on it, the tensor's name, and the number of the source.
+        states: the state, or states, to merge (default: `weight`, or `master` where only that is stored).
+        take: globs or `/regex/`es of names: these tensors are taken from the base (of slerp the first source) as they
+            are.
+        cast: the dtype of merged tensors (default: that of the base, of slerp of the first source).
+        chunk_bytes: the most bytes of a chunk, the unit of reading (default 1 MiB).
+        shard_bytes: the most bytes of a shard, the unit of writing (default 128 MiB).
+        overwrite: replace a checkpoint that is committed at `dst`; it stays whole until the new one is.
+        workers: shards written at once (default: one for each core; for object stores eight at least).
+        run: the name of the run, for the catalog (default: none, so that it takes that of the folder).
+        metrics: measured numbers by name.
+        verify: compare the bytes that are read with the checksums in the files of the sources.
+        on: where shards are written, as for `convert`.
+        progress: called with the bytes done and the bytes in all.
+
+    Raises:
+        NotFinished: this process has done its part, and another one commits.
+        UsageError: a parameter is missing, or not one of the method; or the checkpoints differ in more than values; the
+            message lists the tensors.
+        UnsupportedError: an adapter asks for what cannot be merged; the message names it.
+        ChecksumError: a checkpoint is damaged; the message names file, record and tensors.
+        Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed since it was opened.
+    """
+    how = How(chunk_bytes, shard_bytes, workers, progress, verify, Where.parse(on))
+    given = {"base": base, "weights": weights, "scale": scale, "density": density, "t": t, "seed": seed}
+    planned = plan_merge(method, sources, given, states=states, take=take, cast=cast)
+    return planned.write(dst, how, overwrite=overwrite, run=run, metrics=metrics)
+
+
+def plan_merge(
+    method: str,
+    sources: Place | Iterable[Place],
+    parameters: Mapping[str, Any],
+    *,
+    states: str | Iterable[str] | None = None,
+    take: str | Iterable[str] = (),
+    cast: str | None = None,
+) -> Planned:
+    """Plan a merge; reads no tensors, and writes nothing.
+
+    Args:
+        parameters: `base`, `weights`, `scale`, `density`, `t` and `seed`; None as if it were not there.
+    """
+    found = _parameters(method, {name: value for name, value in parameters.items() if value is not None})
+    base: Place | None = found.get("base")
+    chosen = None if states is None else as_strings(states)
+    if chosen is not None and not {"weight", "master"}.issuperset(chosen):
+        raise UsageError("only weights are merged, not optimizer states", hint="choose the states weight or master")
+    if chosen is not None and method == Lora.name:
+        raise UsageError("adapters are merged into the weights, so there are no states to choose")
+    _, opened = open_inputs(sources)
+    _, bases = open_inputs([] if base is None else [base])
+    if any(ck.home == bases[0].home for ck in opened if bases):
+        raise UsageError(f"{bases[0].home} is the base, and a source too", hint="leave it out of the sources")
+    formula = _method(method, [*bases, *opened], len(opened), found)
+    combination = Combination([*bases, *opened], formula, chosen, as_strings(take), cast)
+    return Planned(combination, "merge", [{}] * len(combination.sources))
+
+
+def _parameters(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a method, with defaults."""
+    if method not in _TAKES:
+        raise UsageError(f"{method!r} is no method of merging", hint=f"there are: {', '.join(_TAKES)}")
+    takes = _TAKES[method]
+    for name in given:
+        if name not in takes:
+            raise UsageError(f"{method} takes no {name}", hint=f"it takes: {', '.join(takes)}")
+    for name, default in takes.items():
+        if name not in given and default is None:
+            raise UsageError(f"{method} needs a {name}", hint=f"--{name} ({name}=)")
+    found = {**takes, **given}
+    density, t, scale = found.get("density", 1.0), found.get("t", 0.0), found.get("scale", 1.0)
+    if not 0 < density <= 1:
+        raise UsageError(f"the density must be above 0 and at most 1, not {density}")
+    if not 0 <= t <= 1:
+        raise UsageError(f"t must be from 0 to 1, not {t}")
+    if not math.isfinite(scale):
+        raise UsageError(f"the scale must be finite, not {scale}")
+    return found
+
+
+def _method(name: str, sources: Sequence[Checkpoint], count: int, found: Mapping[str, Any]) -> Method:
+    if name == "slerp":
+        if count != 2:
+            raise UsageError(f"slerp takes exactly two checkpoints, not {count}")
+        return Slerp(weights=(1 - found["t"], found["t"]), t=found["t"])
+    if not count:
+        raise UsageError(f"{name} needs a checkpoint besides the base")
+    weights = checked_weights(found["weights"] or None, count)
+    if name == "lora":
+        return Lora(sources, weights)
+    if name == "task-arithmetic":
+        return TaskArithmetic(weights=weights, scale=found["scale"])
+    if name == "dare":
+        return Dare(weights=weights, scale=found["scale"], density=found["density"], seed=found["seed"])
+    if min(weights) <= 0:
+        raise UsageError("the weights of ties must be above 0: they are those of a mean")
+    return Ties(weights=weights, scale=found["scale"], density=found["density"])
+
+
+# Opening the inputs of a combination, and writing it as a new checkpoint.
+
+Place: TypeAlias = "str | PathLike[str] | Checkpoint"
+
+
+def open_inputs(places: Place | Iterable[Place]) -> tuple[list[Place], list[Checkpoint]]:
+    """Open the inputs of a combination."""
+    listed: list[Place] = [places] if isinstance(places, str | PathLike | Checkpoint) else list(places)
+    given: list[Place] = []
+    for place in listed:
+        given += [place] if isinstance(place, Checkpoint) else expand_references([place])
+    opened = [place if isinstance(place, Checkpoint) else open_reference(place) for place in given]
+    seen: set[str] = set()
+    for ck in opened:
+        if ck.home in seen:
+            raise UsageError(f"{ck.home} is given twice", hint="give it once, and more weight by `weights`")
+        seen.add(ck.home)
+    return given, opened
+
+
+def checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    """The weights of inputs."""
+    found = (1.0,) * count if weights is None else tuple(map(float, weights))
+    if len(found) != count:
+        raise UsageError(f"there are {len(found)} weights for {count} inputs", hint="give one for each, in their order")
+    for weight in found:
+        if not math.isfinite(weight):
+            raise UsageError(f"the weight {weight} is not finite")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A combination that is not written yet.
+
+    Attributes:
+        about: what the lineage says of each input, beside what the method does.
+    """
+
+    combination: Combination
+    kind: Literal["average", "merge"]
+    about: Sequence[Mapping[str, Any]]
+
+    def write(
+        self,
+        dst: str | PathLike[str] | Store,
+        how: How,
+        *,
+        overwrite: bool = False,
+        run: str | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Checkpoint:
+        """Write the combination and commit it.
+
+        It has no step, since it is no point of a training, and no metrics, since nobody has measured it. Everything
+        else that is not a tensor is that of the first input.
+        """
+        store = as_store(dst)
+        sources, method, plan = self.combination.sources, self.combination.method, self.combination.plan(how)
+        attempt = how.where.begin(lambda: begin(store, plan, overwrite=overwrite))
+        made, recorded = write(CombineJob(self.combination, store, attempt.id, how), attempt)
+        lineage = tuple(
+            lineage_to(source, self.kind, {**method.about(), **role, **more})
+            for source, role, more in zip(sources, method.roles(), self.about, strict=True)
+        )
+        parts = [source.metadata.part_of for source in sources if source.metadata.part_of]
+        layout = {**made.layout, **({PART_OF: parts[0]} if parts else {})}
+        new = {
+            "run": run,
+            "layout": layout,
+            "step": None,
+            "launch": None,
+            "metrics": dict(metrics or {}),
+            "lineage": lineage,
+        }
+        done = commit(store, attempt, made.model_copy(update=new))
+        if recorded:
+            discard_finished(store, attempt.id)
+        return Checkpoint(Universal(store, allowed_roots, done))

@@ -1,0 +1,1 @@
+"""The items of `torch.distributed.checkpoint`, as several engines store them."""

@@ -1,1 +1,0 @@
-"""`Writer` and `Reader`: universal checkpoints as a storage of PyTorch's `torch.distributed.checkpoint`."""

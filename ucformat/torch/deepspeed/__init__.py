@@ -1,6 +1,0 @@
-"""Save and load DeepSpeed engines, ZeRO 0 to 3: universal checkpoints from any of them, into any of them."""
-
-from ucformat.torch.deepspeed.load import EngineReport, load
-from ucformat.torch.deepspeed.save import collect, save
-
-__all__ = ["EngineReport", "collect", "load", "save"]
